@@ -1,0 +1,1 @@
+//! Schema: versioned, forward-only migrations.
