@@ -1,0 +1,38 @@
+//! How fast is the message path, beside the bare alternative? Each subcommand answers one question
+//! and prints one table; ratios within a run count, absolute rates drift with the machine.
+//!
+//! `cargo run --release -p carrick-benches -- hub` needs the release binary of `carrick`
+//! (`cargo build --release`), which it starts as a child so that CPU and memory are its own.
+
+mod hub;
+mod load;
+mod process;
+mod table;
+
+use clap::{Parser, Subcommand};
+
+/// Measurements that span crates.
+#[derive(Debug, Parser)]
+struct Arguments {
+    #[command(subcommand)]
+    bench: Bench,
+}
+
+#[derive(Debug, Subcommand)]
+enum Bench {
+    /// The hub over HTTP: single events, batches, lease and ack; beside a bare HTTP server.
+    Hub(hub::Options),
+    /// Resident memory of the hub: idle, and with a backlog.
+    Memory(hub::MemoryOptions),
+    /// The bare HTTP server that `hub` measures beside ours; not for use by itself.
+    #[command(hide = true)]
+    Floor,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Arguments::parse().bench {
+        Bench::Hub(options) => hub::run(&options),
+        Bench::Memory(options) => hub::memory(&options),
+        Bench::Floor => hub::floor(),
+    }
+}
