@@ -4,6 +4,13 @@
 //! [`StoreBroker`] keeps it on any engine of `carrick-store`: memory, SQLite (the embedded broker)
 //! or Postgres.
 
+#[cfg(feature = "contract")]
+pub mod contract;
+mod error;
+mod groups;
+mod shed;
+mod store;
+
 use std::{fmt, time::Duration};
 
 use async_trait::async_trait;
@@ -12,6 +19,9 @@ use carrick_core::{
     name::{Group, Topic},
 };
 use jiff::Timestamp;
+
+pub(crate) use self::store::{MAX_LEASE, MIN_LEASE};
+pub use self::{error::BrokerError, shed::PublishLimits, store::StoreBroker};
 
 /// An event to publish.
 #[derive(Clone, Debug)]
@@ -49,6 +59,18 @@ pub struct LeaseRequest {
     pub lease: Duration,
     /// How long to wait for the first event; zero looks once.
     pub wait: Duration,
+}
+
+/// Up to 100 events and 1 MiB, held for 30 s, without waiting.
+impl Default for LeaseRequest {
+    fn default() -> Self {
+        Self {
+            max: 100,
+            max_bytes: 1024 * 1024,
+            lease: Duration::from_secs(30),
+            wait: Duration::ZERO,
+        }
+    }
 }
 
 /// Names a lease to its broker.

@@ -1,0 +1,170 @@
+//! The contract of the broker on each engine, and what `StoreBroker` promises beyond it.
+
+use std::{sync::Arc, time::Duration};
+
+use carrick_core::{
+    event::Event,
+    name::{Group, Topic},
+};
+use carrick_message::{
+    broker::{
+        Broker, BrokerError, LeaseRequest, PublishLimits, StoreBroker, Verdict, contract::Subject,
+    },
+    dead_letter::DeadLetters,
+};
+use carrick_store::{
+    Store,
+    engine::memory::MemoryStore,
+    lease::Queue,
+    log::{Log, NewRecord},
+};
+
+use crate::paused::PausedClock;
+
+fn on_memory() -> (Arc<MemoryStore>, StoreBroker) {
+    let clock = Arc::new(PausedClock::new());
+    let store = Arc::new(MemoryStore::with_clock(clock.clone()));
+    let broker = StoreBroker::with(store.clone(), clock, PublishLimits::default());
+    (store, broker)
+}
+
+fn names() -> (Topic, Group) {
+    (Topic::new("orders").unwrap(), Group::new("billing").unwrap())
+}
+
+fn event(id: &str) -> Event {
+    Event::builder("order.placed.v1").id(id).source("/shop").build().unwrap()
+}
+
+mod memory {
+    use super::*;
+
+    async fn subject() -> Subject {
+        let (_, broker) = on_memory();
+        let letters: Arc<dyn DeadLetters> = Arc::new(broker.clone());
+        Subject { broker: Arc::new(broker), letters: Some(letters), keep: Box::new(()) }
+    }
+
+    carrick_message::broker_contract!(subject, #[tokio::test(start_paused = true)]);
+}
+
+#[cfg(feature = "embedded")]
+mod embedded {
+    use carrick_store::engine::sqlite::{SqliteConfig, SqliteStore};
+
+    use super::*;
+
+    async fn subject() -> Subject {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("broker.db");
+        let store = SqliteStore::open(file, SqliteConfig::default()).unwrap();
+        let broker = StoreBroker::new(Arc::new(store));
+        let letters: Arc<dyn DeadLetters> = Arc::new(broker.clone());
+        Subject { broker: Arc::new(broker), letters: Some(letters), keep: Box::new(folder) }
+    }
+
+    carrick_message::broker_contract!(subject, #[tokio::test]);
+}
+
+#[cfg(feature = "postgres")]
+mod postgres {
+    use super::*;
+
+    async fn subject() -> Subject {
+        let url = std::env::var("CARRICK_TEST_POSTGRES")
+            .expect("CARRICK_TEST_POSTGRES is the URL of a database that tests may use");
+        let store: Arc<dyn Store> = carrick_store::engine::open(&url).await.unwrap();
+        let broker = StoreBroker::new(store);
+        let letters: Arc<dyn DeadLetters> = Arc::new(broker.clone());
+        Subject { broker: Arc::new(broker), letters: Some(letters), keep: Box::new(()) }
+    }
+
+    carrick_message::broker_contract!(
+        subject,
+        #[tokio::test]
+        #[ignore = "needs a Postgres server at CARRICK_TEST_POSTGRES"]
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_publisher_that_cannot_be_pushed_back_is_refused_with_a_time() {
+    let (store, _) = on_memory();
+    let limits = PublishLimits { events: 10, bytes: 1024 * 1024 };
+    let broker = StoreBroker::with(store, Arc::new(PausedClock::new()), limits);
+    let (topic, _) = names();
+    let publish = |from: usize, count: usize| {
+        let events = (from..from + count).map(|n| event(&n.to_string()).into()).collect();
+        let (broker, topic) = (broker.clone(), topic.clone());
+        async move { broker.publish(&topic, events).await }
+    };
+    let mut first = Box::pin(publish(0, 8));
+    let pending = std::future::poll_fn(|cx| {
+        std::task::Poll::Ready(std::future::Future::poll(first.as_mut(), cx).is_pending())
+    });
+    if pending.await {
+        let refused = publish(8, 3).await.unwrap_err();
+        assert!(refused.is_transient());
+        assert_eq!(refused.retry_after(), Some(Duration::from_secs(1)));
+        drop(first);
+    }
+    // Whatever happened to the first one, its share is given back.
+    assert_eq!(publish(20, 10).await.unwrap().fresh.len(), 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_record_that_is_no_event_is_put_aside_and_holds_up_nobody() {
+    let (store, broker) = on_memory();
+    let (topic, group) = names();
+    let junk = NewRecord { body: "no event".into(), ..NewRecord::default() };
+    store.append(&topic, vec![junk]).await.unwrap();
+    broker.publish(&topic, vec![event("1").into()]).await.unwrap();
+    let deliveries = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap();
+    assert_eq!(deliveries.len(), 1);
+    assert_eq!(deliveries[0].event.id(), "1");
+    broker.close().await; // the burial goes on beside the caller
+    let letters = broker.letters(&topic, &group, 0, 10).await.unwrap();
+    assert_eq!(letters.len(), 1);
+    assert!(letters[0].event.is_none());
+    assert_eq!(&letters[0].body[..], b"no event");
+    assert!(letters[0].cause.starts_with("not a CloudEvent"), "{}", letters[0].cause);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_expired_lease_wakes_a_waiter_without_polling() {
+    let (_, broker) = on_memory();
+    let (topic, group) = names();
+    broker.publish(&topic, vec![event("1").into()]).await.unwrap();
+    let request = LeaseRequest { lease: Duration::from_secs(30), ..LeaseRequest::default() };
+    broker.lease(&topic, &group, request).await.unwrap();
+    let started = tokio::time::Instant::now();
+    let request = LeaseRequest { wait: Duration::from_secs(60), ..LeaseRequest::default() };
+    let again = broker.lease(&topic, &group, request).await.unwrap();
+    assert_eq!(again[0].attempt, 2);
+    let took = started.elapsed();
+    assert!(took < Duration::from_secs(31), "soon after the lease's end: {took:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_closed_is_not_worth_a_retry() {
+    let (store, broker) = on_memory();
+    let (topic, group) = names();
+    store.close().await;
+    let error = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap_err();
+    assert!(matches!(error, BrokerError::Closed), "{error:?}");
+    assert!(!error.is_transient());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_group_made_at_the_end_gets_only_what_comes_after() {
+    let (store, broker) = on_memory();
+    let (topic, group) = names();
+    broker.publish(&topic, vec![event("before").into()]).await.unwrap();
+    let start = carrick_store::lease::Start::Latest;
+    assert!(broker.create_group(&topic, &group, start).await.unwrap());
+    assert!(!broker.create_group(&topic, &group, start).await.unwrap());
+    broker.publish(&topic, vec![event("after").into()]).await.unwrap();
+    let deliveries = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap();
+    assert_eq!(deliveries[0].event.id(), "after");
+    broker.settle(vec![(deliveries[0].lease.clone(), Verdict::Ack)]).await.unwrap();
+    assert_eq!(store.groups(&topic).await.unwrap()[0].1.backlog, 0);
+}

@@ -1,0 +1,5 @@
+//! The messaging patterns on real engines.
+
+mod broker;
+mod consumer;
+mod paused;
