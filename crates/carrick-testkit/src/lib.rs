@@ -1,1 +1,12 @@
-//! placeholder
+//! What Carrick's tests are made of, and what users may test their own handlers with.
+//!
+//! * [`flaky`]: stubs that fail when told to.
+//! * [`history`]: a checker that holds what was produced, delivered and applied against the promises:
+//!   no loss, order per key, effects once.
+//! * [`crash`]: runs a scenario again with a crash after each durable step.
+//! * [`servers`]: real servers and child processes.
+
+pub mod crash;
+pub mod flaky;
+pub mod history;
+pub mod servers;

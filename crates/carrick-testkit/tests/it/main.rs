@@ -1,0 +1,6 @@
+//! Tests of the test patterns: each check is shown to be able to fail.
+
+mod crash;
+mod flaky;
+mod history;
+mod servers;
