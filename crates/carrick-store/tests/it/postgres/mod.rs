@@ -1,0 +1,91 @@
+//! The Postgres engine on a real server.
+//!
+//! `CARRICK_TEST_POSTGRES` is the URL of one; each test makes a schema of its own there and drops it
+//! at the end. `./test` starts one and runs these by name.
+
+mod log;
+
+use std::{
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
+
+use carrick_store::{
+    Stream,
+    engine::postgres::{PostgresConfig, PostgresOptions, PostgresStore},
+    log::NewRecord,
+};
+use sqlx::{AssertSqlSafe, Connection, PgConnection};
+
+/// A schema of its own in the test server.
+pub(crate) struct Scratch {
+    pub(crate) url: String,
+    pub(crate) schema: String,
+}
+
+impl Scratch {
+    pub(crate) fn new() -> Self {
+        let url = std::env::var("CARRICK_TEST_POSTGRES")
+            .expect("CARRICK_TEST_POSTGRES is the URL of a server; ./test starts one");
+        Self::on(url)
+    }
+
+    pub(crate) fn on(url: String) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let next = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self { url, schema: format!("carrick_test_{}_{next}", std::process::id()) }
+    }
+
+    pub(crate) fn options(&self) -> PostgresOptions {
+        PostgresOptions { schema: self.schema.clone(), max_connections: 4, ..Default::default() }
+    }
+
+    pub(crate) async fn store(&self) -> PostgresStore {
+        self.store_with(self.options()).await
+    }
+
+    pub(crate) async fn store_with(&self, options: PostgresOptions) -> PostgresStore {
+        let config = PostgresConfig::try_from(options).unwrap();
+        PostgresStore::connect(&self.url, config).await.unwrap()
+    }
+
+    /// A connection as an operator would have it.
+    pub(crate) async fn operator(&self) -> PgConnection {
+        let mut operator = PgConnection::connect(&self.url).await.unwrap();
+        sqlx::raw_sql(AssertSqlSafe(format!("SET search_path = {}", self.schema)))
+            .execute(&mut operator)
+            .await
+            .unwrap();
+        operator
+    }
+
+    /// Drops the schema. A test that failed leaves it, to be looked at.
+    pub(crate) async fn drop(self) {
+        let mut operator = self.operator().await;
+        sqlx::raw_sql(AssertSqlSafe(format!(
+            "SET lock_timeout = '10s'; DROP SCHEMA {} CASCADE",
+            self.schema
+        )))
+        .execute(&mut operator)
+        .await
+        .unwrap();
+    }
+}
+
+pub(crate) fn stream(name: &str) -> Stream {
+    Stream::new(name).unwrap()
+}
+
+pub(crate) fn record(key: &str, body: impl Into<String>) -> NewRecord {
+    let key = (!key.is_empty()).then(|| key.to_owned());
+    NewRecord { key, body: body.into().into(), ..NewRecord::default() }
+}
+
+/// Waits until something holds, and fails if it does not within half a minute.
+pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut holds: impl FnMut() -> F) {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
+    while !holds().await {
+        assert!(tokio::time::Instant::now() < deadline, "not in time: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
