@@ -186,7 +186,7 @@ pub async fn an_event_is_the_same_bytes_through_retry_dead_letter_and_redrive(su
     let document: &[u8] = br#"{ "specversion":"1.0","type":"contract.checked.v1", "source":"/c",
         "id":"a-1","partitionkey":"k","traceparent":"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         "tracestate":"x=1", "unknownext":"kept", "data":{"big":123456789012345678901234567890,"a":1,"a":2} }"#;
-    let sent = Event::parse(document.into()).expect("an event");
+    let sent = Event::parse(document).expect("an event");
     publish(&subject, &topic, [sent.clone()]).await;
 
     let first = lease(&subject, &topic, &group, 1).await.remove(0);
@@ -628,7 +628,7 @@ pub async fn an_event_over_the_limit_is_refused_whole(subject: Subject) {
         let data = "x".repeat(size - frame.len());
         let document = frame.replace(r#""data":"""#, &format!(r#""data":"{data}""#));
         assert_eq!(document.len(), size);
-        Event::parse(document.into())
+        Event::parse(document)
     };
     let largest = sized("largest", HARD_LIMIT).expect("within the limit");
     if let Ok(huge) = sized("huge", HARD_LIMIT + 1) {

@@ -1,6 +1,6 @@
 //! Settings of a consumer: as written, and as checked.
 
-use std::time::Duration;
+use std::{ops::RangeInclusive, time::Duration};
 
 use carrick_core::{
     backoff::Backoff,
@@ -10,6 +10,13 @@ use serde::Deserialize;
 
 use super::core::{CircuitRules, LeaseRules, Limits, Rules};
 use crate::broker::{MAX_LEASE, MIN_LEASE};
+
+/// The largest event must fit.
+const LEAST_BYTES: usize = 1024 * 1024;
+/// The longest wait that brokers take.
+const MAX_WAIT: Duration = Duration::from_secs(5 * 60);
+/// Gathered for longer, acknowledgements would only make a crash cost more.
+const MAX_SETTLE_AFTER: Duration = Duration::from_secs(1);
 
 /// Consumer settings as an operator writes them; becomes a [`ConsumerConfig`].
 ///
@@ -193,29 +200,46 @@ impl TryFrom<ConsumerOptions> for ConsumerConfig {
             grace,
         } = options;
         let share_is_one = 0.0 < circuit_share && circuit_share <= 1.0; // refuses NaN too
-        let longest = Duration::from_secs(5 * 60);
         let mut faults = Faults::default();
-        faults.unless((1..=10_000).contains(&concurrency), "concurrency", "1..=10000");
-        faults.unless(prefetch <= 1000, "prefetch", "0..=1000");
-        faults.unless(in_flight_bytes >= 1024 * 1024, "in-flight-bytes", "at least 1MiB");
-        faults.unless((1..=1000).contains(&lane), "lane", "1..=1000");
-        faults.unless(!latency_target.is_zero(), "latency-target", "above zero");
-        faults.unless(wait <= longest, "wait", "at most 5m");
-        faults.unless((MIN_LEASE..=MAX_LEASE).contains(&lease), "lease", "1s to 12h");
-        faults.unless(lease_cap >= lease, "lease-cap", "at least lease");
-        faults.unless(lease_cap >= handler_timeout, "lease-cap", "at least handler-timeout");
-        faults.unless(!handler_timeout.is_zero(), "handler-timeout", "above zero");
-        faults.unless(max_attempts >= 1, "max-attempts", "at least 1");
-        faults.unless(!max_age.is_zero(), "max-age", "above zero");
-        faults.unless(!backoff.is_zero(), "backoff", "above zero");
-        faults.unless(max_backoff >= backoff, "max-backoff", "at least backoff");
-        faults.unless(settle_after <= Duration::from_secs(1), "settle-after", "at most 1s");
-        faults.unless((1..=1000).contains(&settle_batch), "settle-batch", "1..=1000");
-        faults.unless((5..=1000).contains(&circuit_window), "circuit-window", "5..=1000");
-        faults.unless(share_is_one, "circuit-share", "in (0, 1]");
-        faults.unless(!circuit_cool_down.is_zero(), "circuit-cool-down", "above zero");
-        let doubles = circuit_max_cool_down >= circuit_cool_down;
-        faults.unless(doubles, "circuit-max-cool-down", "at least circuit-cool-down");
+        let mut count = |within: &RangeInclusive<usize>, key, range, value| {
+            faults.unless_value(within.contains(&value), key, range, value);
+        };
+        count(&(1..=10_000), "concurrency", "1..=10000", concurrency);
+        count(&(0..=1000), "prefetch", "0..=1000", prefetch);
+        count(&(1..=1000), "lane", "1..=1000", lane);
+        count(&(1..=1000), "settle-batch", "1..=1000", settle_batch);
+        count(&(5..=1000), "circuit-window", "5..=1000", circuit_window);
+        let large = in_flight_bytes >= LEAST_BYTES;
+        let given = size::format(in_flight_bytes as u64);
+        faults.unless_value(large, "in-flight-bytes", "at least 1MiB", given);
+        faults.unless_value(max_attempts >= 1, "max-attempts", "at least 1", max_attempts);
+        faults.unless_value(share_is_one, "circuit-share", "in (0, 1]", circuit_share);
+        let mut time = |holds, key, range: &str, value| {
+            faults.unless_value(holds, key, range, duration::format(value));
+        };
+        time(!latency_target.is_zero(), "latency-target", "above zero", latency_target);
+        time(wait <= MAX_WAIT, "wait", "at most 5m", wait);
+        time((MIN_LEASE..=MAX_LEASE).contains(&lease), "lease", "1s to 12h", lease);
+        time(!handler_timeout.is_zero(), "handler-timeout", "above zero", handler_timeout);
+        time(!max_age.is_zero(), "max-age", "above zero", max_age);
+        time(!backoff.is_zero(), "backoff", "above zero", backoff);
+        time(settle_after <= MAX_SETTLE_AFTER, "settle-after", "at most 1s", settle_after);
+        time(!circuit_cool_down.is_zero(), "circuit-cool-down", "above zero", circuit_cool_down);
+        // What depends on another setting names it with its number.
+        for (key, value, least, than) in [
+            ("lease-cap", lease_cap, lease, "lease"),
+            ("lease-cap", lease_cap, handler_timeout, "handler-timeout"),
+            ("max-backoff", max_backoff, backoff, "backoff"),
+            (
+                "circuit-max-cool-down",
+                circuit_max_cool_down,
+                circuit_cool_down,
+                "circuit-cool-down",
+            ),
+        ] {
+            let range = format!("at least {than} ({})", duration::format(least));
+            time(value >= least, key, &range, value);
+        }
         faults.into_result(Self {
             rules: Rules {
                 concurrency,
@@ -243,5 +267,67 @@ impl TryFrom<ConsumerOptions> for ConsumerConfig {
             trace_join,
             grace,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_faults_are_told_at_once_with_key_range_and_numbers() {
+        let second = Duration::from_secs(1);
+        let options = ConsumerOptions {
+            concurrency: 0,
+            circuit_share: f64::NAN,
+            lease_cap: 60 * second,
+            max_backoff: second / 2,
+            ..ConsumerOptions::default()
+        };
+        let error = ConsumerConfig::try_from(options).unwrap_err().to_string();
+        for told in [
+            "concurrency must be 1..=10000, not 0",
+            "circuit-share must be in (0, 1], not NaN",
+            "lease-cap must be at least handler-timeout (5m), not 1m",
+            "max-backoff must be at least backoff (1s), not 500ms",
+        ] {
+            assert!(error.contains(told), "{told:?} is missing in {error:?}");
+        }
+        assert_eq!(error.matches(" must be ").count(), 4, "{error}");
+    }
+
+    #[test]
+    fn limits_at_their_ends_are_allowed() {
+        let least = ConsumerOptions {
+            concurrency: 1,
+            prefetch: 0,
+            in_flight_bytes: LEAST_BYTES,
+            lane: 1,
+            lease: MIN_LEASE,
+            max_attempts: 1,
+            settle_after: Duration::ZERO,
+            settle_batch: 1,
+            circuit_window: 5,
+            circuit_share: 1.0,
+            ..ConsumerOptions::default()
+        };
+        assert!(ConsumerConfig::try_from(least).is_ok());
+        let most = ConsumerOptions {
+            concurrency: 10_000,
+            prefetch: 1000,
+            lane: 1000,
+            lease: MAX_LEASE,
+            lease_cap: MAX_LEASE,
+            ..ConsumerOptions::default()
+        };
+        assert!(ConsumerConfig::try_from(most).is_ok());
+    }
+
+    #[test]
+    fn an_unknown_key_is_an_error_and_texts_have_units() {
+        let config: Result<ConsumerConfig, _> =
+            serde_json::from_str(r#"{"lease": "45s", "in-flight-bytes": "2MiB"}"#);
+        assert_eq!(config.unwrap().lease(), Duration::from_secs(45));
+        assert!(serde_json::from_str::<ConsumerConfig>(r#"{"leese": "45s"}"#).is_err());
     }
 }

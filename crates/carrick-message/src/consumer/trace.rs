@@ -42,6 +42,11 @@ impl Spans {
     ) -> (Span, Context) {
         let Delivery { event, attempt, .. } = delivery;
         let origin = event.traceparent().and_then(|text| text.parse::<TraceContext>().ok());
+        let state = event.tracestate();
+        let origin = match state {
+            Some(state) => origin.map(|origin| origin.with_state(&state)),
+            None => origin,
+        };
         let trace = match &origin {
             Some(origin) if self.joins(delivery, wall) => origin.child(),
             _ => TraceContext::new(),

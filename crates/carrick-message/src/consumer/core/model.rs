@@ -180,6 +180,7 @@ struct Run {
     /// The highest event of each key whose effect has happened.
     effects: HashMap<usize, usize>,
     handled: HashSet<usize>,
+    loses_leases: bool,
 }
 
 impl Run {
@@ -238,7 +239,10 @@ impl Run {
             6..=7 => self.answer_verdicts(trouble),
             8 => self.answer_extensions(trouble),
             _ => {
-                let pause = self.rng.random_range(0..4000);
+                // Now and then long enough to lose leases.
+                let long = self.loses_leases && self.rng.random_bool(trouble / 2.0);
+                let longest = if long { 40_000 } else { 4000 };
+                let pause = self.rng.random_range(0..longest);
                 self.now += Duration::from_millis(pause);
             }
         }
@@ -367,6 +371,7 @@ fn start(seed: u64, events: usize, keys: usize, rules: Rules) -> Run {
         extending: None,
         effects: HashMap::new(),
         handled: HashSet::new(),
+        loses_leases: false,
     }
 }
 
@@ -383,6 +388,7 @@ proptest! {
         trouble in 0.0..0.7f64,
     ) {
         let mut run = start(seed, 60, keys, rules(concurrency, prefetch, lane));
+        run.loses_leases = true;
         for _ in 0..1500 {
             run.step(trouble);
         }
