@@ -9,11 +9,13 @@
 
 mod append;
 mod config;
+mod group;
 mod housekeeping;
 mod lanes;
 mod log;
 mod notices;
 mod once;
+mod queue;
 mod schema;
 mod session;
 mod url;
@@ -51,6 +53,8 @@ struct Inner {
     db: Arc<Db>,
     notices: Arc<Notices>,
     appends: Lanes<Stream, append::Append>,
+    groups: Lanes<Arc<group::GroupRef>, group::Command>,
+    groups_known: Mutex<queue::GroupsKnown>,
     /// Room for the bodies of waiting appends, in KiB.
     room: Arc<Semaphore>,
     /// The notifier, the listener and the housekeeper; dropped with the store, and so stopped.
@@ -93,6 +97,8 @@ impl PostgresStore {
             db,
             notices,
             appends: Lanes::new(),
+            groups: Lanes::new(),
+            groups_known: Mutex::default(),
             room: Arc::new(Semaphore::new(log::WAITING_KIB as usize)),
             tasks: Mutex::new(tasks),
             options,
@@ -107,6 +113,7 @@ impl PostgresStore {
     pub async fn close(&self) {
         self.0.room.close();
         self.0.appends.close().await;
+        self.0.groups.close().await;
         self.0.tasks.lock().abort_all();
         self.0.db.close().await;
     }

@@ -4,6 +4,7 @@
 //! at the end. `./test` starts one and runs these by name.
 
 mod log;
+mod queue;
 
 use std::{
     sync::atomic::{AtomicU32, Ordering},
