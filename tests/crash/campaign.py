@@ -122,7 +122,9 @@ def check(kind, hub_kind, seed, kills):
     """Runs one campaign and holds ledger and log against the orders."""
     with Scene(f"crash-{kind}-{hub_kind}") as scene:
         store = database.create(hub_kind, scene, "hub")
-        shop = Shop(scene, kind, ORDERS, hub_store=store, lease=LEASE, relay_options=relay_options())
+        shop = Shop(
+            scene, kind, ORDERS, hub_store=store, lease=LEASE, relay_options=relay_options()
+        )
         shop.hub.start()
         late = ("--late", 5) if kind == "postgres" else ()
         producer = shop.producer("producer", "--rate", RATE, "--seed", seed, *late)

@@ -52,10 +52,16 @@ class Publisher(threading.Thread):
             key = self.rng.choice(sorted(self.next))
             self.next[key] += 1
             number = self.next[key]
-            events.append({
-                "specversion": "1.0", "id": f"{key}/{number}", "source": "/publishing",
-                "type": "number.sent.v1", "partitionkey": key, "data": {"n": number},
-            })
+            events.append(
+                {
+                    "specversion": "1.0",
+                    "id": f"{key}/{number}",
+                    "source": "/publishing",
+                    "type": "number.sent.v1",
+                    "partitionkey": key,
+                    "data": {"n": number},
+                }
+            )
         return events
 
     def publish(self, events):

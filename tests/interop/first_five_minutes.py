@@ -49,7 +49,12 @@ class Shell:
         script = f"set -eo pipefail\nsource {self.state}\n{self.adapt(block)}\n{keep}\n"
         env = {**os.environ, "CARRICK_HUB": self.hub.url}
         done = subprocess.run(
-            ["bash", "-c", script], capture_output=True, text=True, timeout=seconds, cwd=self.folder, env=env
+            ["bash", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            cwd=self.folder,
+            env=env,
         )
         assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
         return done.stdout

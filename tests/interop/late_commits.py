@@ -5,9 +5,7 @@ from system.processes import Scene
 from system.report import wait_until
 from system.shop import SOURCE, TOPIC, TYPE, Shop, event_data
 
-INSERT = (
-    "INSERT INTO carrick_outbox (topic, key, type, source, data) VALUES (?, ?, ?, ?, ?)"
-)
+INSERT = "INSERT INTO carrick_outbox (topic, key, type, source, data) VALUES (?, ?, ?, ?, ?)"
 HELD_OPEN = 8
 """Transactions held open at once, opened one by one between the others' commits."""
 
@@ -51,7 +49,9 @@ def check():
             late.execute("COMMIT")
             wait_until(f"{key} is published", lambda: shop.unpublished() == 0, PATIENCE)
         late_keys = [
-            (effect.key, effect.version) for effect in shop.logged() if effect.key.startswith("late-")
+            (effect.key, effect.version)
+            for effect in shop.logged()
+            if effect.key.startswith("late-")
         ]
         expected = [(key, version) for key, _ in reversed(held) for version in (1, 2)]
         assert late_keys == expected, f"{late_keys} != {expected}"

@@ -23,11 +23,12 @@ def sdks(report):
     with Scene("sdk") as scene:
         hub = Hub(scene, f"sqlite://{scene.folder / 'hub.db'}").start()
         report.check("the CloudEvents SDKs: Python", sdk_python.check, hub)
+        report.check("the CloudEvents SDKs: JavaScript", javascript.check, hub, sdk_python.TOPIC)
         report.check(
-            "the CloudEvents SDKs: JavaScript", javascript.check, hub, sdk_python.TOPIC
-        )
-        report.check(
-            "the CloudEvents SDKs: Python reads what JavaScript published", sdk_python.check_foreign, hub, javascript.TOPIC
+            "the CloudEvents SDKs: Python reads what JavaScript published",
+            sdk_python.check_foreign,
+            hub,
+            javascript.TOPIC,
         )
         scene.check()
 

@@ -1,1 +1,1 @@
-"""What the whole-system tests share: processes, databases, a hub client, a shop, and the checker."""
+"""What the whole-system tests share: processes, databases, a hub client, a shop, a checker."""

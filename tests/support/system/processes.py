@@ -19,7 +19,6 @@ LOG_TAIL = 30
 """Lines of a process's log that are shown when it fails."""
 
 
-
 class Process:
     """A program that can be started again and again under one name and one log."""
 
@@ -77,7 +76,9 @@ class Process:
             self.child.kill()
             self.child.wait()
             self.child = None
-            raise AssertionError(f"{self.name} did not end in {seconds:.0f} s\n{self.tail()}") from None
+            raise AssertionError(
+                f"{self.name} did not end in {seconds:.0f} s\n{self.tail()}"
+            ) from None
         self.child = None
         if code != 0:
             raise AssertionError(f"{self.name} ended with {code}\n{self.tail()}")

@@ -41,7 +41,9 @@ class Report:
         else:
             self.passed += 1
             took = time.monotonic() - start
-            print(f"ok {self.suite}: {name} ({took:.1f} s{'; ' + said if said else ''})", flush=True)
+            print(
+                f"ok {self.suite}: {name} ({took:.1f} s{'; ' + said if said else ''})", flush=True
+            )
 
     def close(self):
         """Prints the closing line; returns the exit code."""

@@ -7,6 +7,7 @@ transaction with its inbox row. Both are Python; neither has any of Carrick's co
 
 import json
 import sys
+import time
 from pathlib import Path
 
 from . import database, history
@@ -137,16 +138,14 @@ class Shop:
         wanted = sum(order.version for order in self.committed().values())
         books = database.connect(self.books)
         with progress("booked") as shown:
-            from time import monotonic, sleep
-
-            deadline = monotonic() + seconds
-            while monotonic() < deadline:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
                 self.scene.check()
                 [(have,)] = books.execute("SELECT count(*) FROM ledger")
                 shown.show(f"{have} of {wanted}")
                 if have >= wanted:
                     break
-                sleep(0.1)
+                time.sleep(0.1)
         books.close()
         return wanted
 
@@ -168,7 +167,8 @@ class Shop:
 
 def migrate(scene, url):
     """Creates Carrick's public tables in a database, as an operator would."""
-    process = scene.process(f"migrate-{Path(url).name}", [CARRICK, "relay", "--database", url, "--migrate-only"])
+    command = [CARRICK, "relay", "--database", url, "--migrate-only"]
+    process = scene.process(f"migrate-{Path(url).name}", command)
     process.start()
     process.wait(60)
 
