@@ -2,6 +2,13 @@
 
 use std::{error::Error, fmt, time::Duration};
 
+use carrick_core::{
+    name::{Group, Topic},
+    outcome::Outcome,
+};
+
+use crate::broker::BrokerError;
+
 /// What kind of failure it was, which decides what becomes of the event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -69,6 +76,17 @@ impl HandlerError {
         Self { kind: HandlerErrorKind::Overload { retry_after }, source: source.into() }
     }
 
+    /// What a call to something else came to: retried as its outcome says.
+    ///
+    /// What never left this process, ran out of time or was cancelled may work later.
+    pub fn from_outcome(outcome: Outcome, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        match outcome {
+            Outcome::Permanent => Self::permanent(source),
+            Outcome::Overload { retry_after } => Self::overload(source, retry_after),
+            _ => Self::transient(source),
+        }
+    }
+
     /// What kind it is.
     pub fn kind(&self) -> HandlerErrorKind {
         self.kind
@@ -116,12 +134,20 @@ pub enum ConsumerError {
     #[error("the broker refused the consumer of {topic} as {group}")]
     Broker {
         /// The topic.
-        topic: carrick_core::name::Topic,
+        topic: Topic,
         /// The group.
-        group: carrick_core::name::Group,
+        group: Group,
         /// What it said.
         #[source]
-        source: crate::broker::BrokerError,
+        source: BrokerError,
+    },
+    /// The broker cannot do what this configuration rests on; nothing was consumed.
+    #[error("the broker cannot {what}: {consequence}")]
+    Incapable {
+        /// What is missing.
+        what: &'static str,
+        /// What would go wrong.
+        consequence: String,
     },
     /// The task that consumes was aborted, or panicked.
     #[error("the consumer's task was stopped")]

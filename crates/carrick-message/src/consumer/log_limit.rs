@@ -11,14 +11,14 @@ const EVERY: Duration = Duration::from_secs(10);
 
 /// Lets one line pass in a while.
 #[derive(Debug, Default)]
-pub(super) struct LogLimit {
+pub(crate) struct LogLimit {
     next: Option<Instant>,
     suppressed: u64,
 }
 
 impl LogLimit {
     /// Whether to log now; if so, how many lines were left out since the last one.
-    pub(super) fn pass(&mut self, now: Instant) -> Option<u64> {
+    pub(crate) fn pass(&mut self, now: Instant) -> Option<u64> {
         if self.next.is_some_and(|next| now < next) {
             self.suppressed += 1;
             return None;

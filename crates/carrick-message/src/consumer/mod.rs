@@ -24,7 +24,7 @@ mod config;
 mod core;
 mod error;
 mod handler;
-mod log_limit;
+pub(crate) mod log_limit;
 mod service;
 mod status;
 mod trace;
@@ -33,6 +33,7 @@ use std::{fmt, sync::Arc};
 
 use carrick_core::{
     clock::{Clock, SystemClock},
+    config::duration,
     name::{Group, Topic},
 };
 use tokio::task::JoinHandle;
@@ -42,7 +43,7 @@ use self::{
     service::{Parts, Service},
     status::Gauges,
 };
-use crate::broker::Broker;
+use crate::broker::{Broker, Capabilities};
 
 pub use self::{
     config::{ConsumerConfig, ConsumerOptions},
@@ -123,12 +124,14 @@ impl<H: Handler> Consumer<H> {
     /// finish until the grace is over, and gives back the rest.
     ///
     /// # Errors
-    /// [`ConsumerError::Broker`] if the broker refuses in a way that no retry cures. A broker that
-    /// is away is waited for.
+    /// [`ConsumerError::Incapable`] at once, if the broker cannot do what the configuration rests
+    /// on; [`ConsumerError::Broker`] if it refuses in a way that no retry cures. A broker that is
+    /// away is waited for.
     ///
     /// # Cancel safety
     /// Dropping it is a crash: handlers are aborted, their leases run out, their events come again.
     pub async fn run(self, stop: CancellationToken) -> Result<ConsumerReport, ConsumerError> {
+        check(self.broker.capabilities(), &self.config)?;
         let gauges = Gauges::new(&self.topic, &self.group, self.status);
         let Self { broker, topic, group, config, handler, clock, .. } = self;
         let parts = Parts { broker, topic, group, config, handler, clock, gauges };
@@ -145,6 +148,28 @@ impl<H: Handler> Consumer<H> {
         let task = tokio::spawn(self.run(stop.clone()));
         ConsumerHandle { stop, status, task }
     }
+}
+
+/// Refuses what would go wrong unnoticed, with the reason.
+fn check(can: Capabilities, config: &ConsumerConfig) -> Result<(), ConsumerError> {
+    let refuse = |what, consequence: String| Err(ConsumerError::Incapable { what, consequence });
+    if !can.dead_letters {
+        return refuse("keep dead letters", "what always fails would block or be lost".to_owned());
+    }
+    if !can.attempts {
+        return refuse("count deliveries", "what always fails would be tried for ever".to_owned());
+    }
+    if !can.delay {
+        return refuse("hold retries back", "what fails would be tried without a pause".to_owned());
+    }
+    let (lease, timeout) = (config.lease(), config.rules().handler_timeout);
+    if !can.extend && timeout > lease {
+        let text = |time| duration::format(time);
+        let (lease, timeout) = (text(lease), text(timeout));
+        let consequence = format!("handler-timeout ({timeout}) must not exceed lease ({lease})");
+        return refuse("extend leases", consequence);
+    }
+    Ok(())
 }
 
 impl<H> fmt::Debug for Consumer<H> {

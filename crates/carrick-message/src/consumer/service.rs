@@ -388,6 +388,7 @@ async fn attend<H: Handler>(
     if let Some(ended) = work.as_mut().now_or_never() {
         return ending(ended);
     }
+    tracing::Span::current().record("otel.status_code", "ERROR");
     if out_of_time {
         Ending::Failed(HandlerErrorKind::Transient, format!("not done within {allowed:?}"))
     } else {
@@ -398,6 +399,9 @@ async fn attend<H: Handler>(
 type Ended = std::thread::Result<Result<(), super::HandlerError>>;
 
 fn ending(ended: Ended) -> Ending {
+    if !matches!(ended, Ok(Ok(()))) {
+        tracing::Span::current().record("otel.status_code", "ERROR");
+    }
     match ended {
         Ok(Ok(())) => Ending::Done,
         Ok(Err(error)) => Ending::Failed(error.kind(), error.to_string()),

@@ -1,9 +1,10 @@
 //! The consumer's spans: roots that link to the event's trace.
 //!
 //! The producer's span ended long ago, and one that is retried for a day would keep its trace open
-//! for a day. So a handler's span starts a trace of its own and names the event's as a link; only a
-//! first attempt on a young event may continue the producer's trace, if asked for. The event's own
-//! `traceparent` is never rewritten (defects.md M5).
+//! for a day. So a handler's span starts a trace of its own and names the event's as a link, in the
+//! field `link.traceparent`; only a first attempt on a young event may continue the producer's trace
+//! (field `traceparent`), if asked for. The event's own `traceparent` is never rewritten
+//! (defects.md M5).
 
 use std::time::Duration;
 
@@ -47,27 +48,23 @@ impl Spans {
             Some(state) => origin.map(|origin| origin.with_state(&state)),
             None => origin,
         };
-        let trace = match &origin {
-            Some(origin) if self.joins(delivery, wall) => origin.child(),
-            _ => TraceContext::new(),
-        };
+        let joined = origin.as_ref().filter(|_| self.joins(delivery, wall));
+        let trace = joined.map_or_else(TraceContext::new, TraceContext::child);
         let span = tracing::info_span!(
             parent: None,
             "consume",
             otel.kind = "consumer",
+            otel.status_code = tracing::field::Empty,
             topic = %self.topic,
             group = %self.group,
             event.id = %event.id(),
             event.r#type = %event.ty(),
             attempt,
-            trace_id = %trace.trace_id(),
-            span_id = %trace.span_id(),
-            link.trace_id = tracing::field::Empty,
-            link.span_id = tracing::field::Empty,
+            traceparent = joined.map(tracing::field::display),
+            link.traceparent = tracing::field::Empty,
         );
-        if let Some(origin) = origin {
-            span.record("link.trace_id", tracing::field::display(origin.trace_id()));
-            span.record("link.span_id", tracing::field::display(origin.span_id()));
+        if let Some(origin) = origin.as_ref().filter(|_| joined.is_none()) {
+            span.record("link.traceparent", tracing::field::display(origin));
         }
         let context = Context::new(Deadline::at(deadline), trace);
         (span, context.with_attempt(*attempt))

@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use carrick_core::{
+    clock::Clock,
     event::Event,
     name::{Group, Topic},
 };
@@ -13,13 +14,13 @@ use carrick_message::{
     dead_letter::DeadLetters,
 };
 use carrick_store::{
-    Store,
     engine::memory::MemoryStore,
     lease::Queue,
     log::{Log, NewRecord},
+    wake::Wake,
 };
 
-use crate::paused::PausedClock;
+use crate::{paused::PausedClock, watched::Watched};
 
 fn on_memory() -> (Arc<MemoryStore>, StoreBroker) {
     let clock = Arc::new(PausedClock::new());
@@ -68,6 +69,8 @@ mod embedded {
 
 #[cfg(feature = "postgres")]
 mod postgres {
+    use carrick_store::Store;
+
     use super::*;
 
     async fn subject() -> Subject {
@@ -167,4 +170,82 @@ async fn a_group_made_at_the_end_gets_only_what_comes_after() {
     assert_eq!(deliveries[0].event.id(), "after");
     broker.settle(vec![(deliveries[0].lease.clone(), Verdict::Ack)]).await.unwrap();
     assert_eq!(store.groups(&topic).await.unwrap()[0].1.backlog, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_thousand_waiters_do_not_stampede() {
+    let (memory, _) = on_memory();
+    let store = Watched::new(memory);
+    let clock = Arc::new(PausedClock::new());
+    let broker = StoreBroker::with(store.clone(), clock, PublishLimits::default());
+    let (topic, group) = names();
+    let mut waiters = tokio::task::JoinSet::new();
+    for _ in 0..1000 {
+        let (broker, topic, group) = (broker.clone(), topic.clone(), group.clone());
+        waiters.spawn(async move {
+            let wait = Duration::from_secs(30);
+            let request = LeaseRequest { max: 1, wait, ..LeaseRequest::default() };
+            broker.lease(&topic, &group, request).await.unwrap().len()
+        });
+    }
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let before = store.claims();
+    broker.publish(&topic, vec![event("1").into()]).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let looks = store.claims() - before;
+    assert!((1..=8).contains(&looks), "{looks} looks for one event");
+    let got: usize = waiters.join_all().await.into_iter().sum();
+    assert_eq!(got, 1);
+    let idle = store.claims() - before - looks;
+    let least = store.backstop().max(Duration::from_millis(5));
+    let allowed = 4 * (30_000 / least.as_millis() as usize + 2) + 1000;
+    assert!(idle <= allowed, "{idle} looks while nothing came, {allowed} are allowed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_hung_up_while_its_claim_was_under_way_holds_nothing() {
+    let (memory, _) = on_memory();
+    let store = Watched::new(memory);
+    let clock = Arc::new(PausedClock::new());
+    let broker = StoreBroker::with(store.clone(), clock, PublishLimits::default());
+    let (topic, group) = names();
+    broker.publish(&topic, (1..=3).map(|n| event(&n.to_string()).into()).collect()).await.unwrap();
+    store.answer_after(Duration::from_millis(100));
+    let call = broker.lease(&topic, &group, LeaseRequest::default());
+    assert!(tokio::time::timeout(Duration::from_millis(50), call).await.is_err());
+    broker.close().await;
+    let again = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap();
+    assert_eq!(again.len(), 3, "at once, though their leases were for 30 s");
+    assert!(again.iter().all(|delivery| delivery.attempt == 1), "uncounted");
+}
+
+/// A clock that is wrong by an hour.
+#[derive(Debug)]
+struct Fast(PausedClock);
+
+impl Clock for Fast {
+    fn now(&self) -> tokio::time::Instant {
+        self.0.now()
+    }
+
+    fn wall(&self) -> jiff::Timestamp {
+        self.0.wall() + Duration::from_secs(3600)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clock_that_disagrees_with_the_stores_does_not_make_a_waiter_spin() {
+    let (memory, _) = on_memory();
+    let store = Watched::new(memory);
+    let clock = Arc::new(Fast(PausedClock::new()));
+    let broker = StoreBroker::with(store.clone(), clock, PublishLimits::default());
+    let (topic, group) = names();
+    broker.publish(&topic, vec![event("1").into()]).await.unwrap();
+    broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap();
+    let before = store.claims();
+    let request = LeaseRequest { wait: Duration::from_secs(60), ..LeaseRequest::default() };
+    let again = broker.lease(&topic, &group, request).await.unwrap();
+    assert_eq!(again[0].attempt, 2);
+    let looks = store.claims() - before;
+    assert!(looks < 200, "{looks} looks in half a minute");
 }

@@ -72,24 +72,22 @@ impl Bench {
             .spawn()
     }
 
-    async fn stats(&self) -> GroupStats {
+    /// How the group stands; `None` before its first lease call.
+    async fn group(&self) -> Option<GroupStats> {
         let groups = self.store.groups(&self.topic).await.unwrap();
-        groups
-            .into_iter()
-            .find(|(group, _)| *group == self.group)
-            .map_or_else(GroupStats::default, |(_, stats)| stats)
+        groups.into_iter().find(|(group, _)| *group == self.group).map(|(_, stats)| stats)
+    }
+
+    async fn stats(&self) -> GroupStats {
+        self.group().await.expect("somebody has consumed")
     }
 
     /// Waits, in virtual time, until the group stands as asked.
-    #[track_caller]
-    fn until(&self, what: &str, holds: impl Fn(GroupStats) -> bool) -> impl Future<Output = ()> {
+    async fn until(&self, what: &str, holds: impl Fn(GroupStats) -> bool) {
         let give_up = Instant::now() + Duration::from_secs(48 * 3600);
-        let what = what.to_owned();
-        async move {
-            while !holds(self.stats().await) {
-                assert!(Instant::now() < give_up, "never {what}: {:?}", self.stats().await);
-                sleep(Duration::from_millis(20)).await;
-            }
+        while !self.group().await.is_some_and(&holds) {
+            assert!(Instant::now() < give_up, "never {what}: {:?}", self.group().await);
+            sleep(Duration::from_millis(20)).await;
         }
     }
 
@@ -452,6 +450,7 @@ struct Away {
     calls: AtomicUsize,
     extend_is_stale: AtomicBool,
     refuses: AtomicBool,
+    lacks: Mutex<Option<fn(&mut Capabilities)>>,
 }
 
 impl Away {
@@ -462,6 +461,7 @@ impl Away {
             calls: AtomicUsize::new(0),
             extend_is_stale: AtomicBool::new(false),
             refuses: AtomicBool::new(false),
+            lacks: Mutex::new(None),
         })
     }
 
@@ -484,7 +484,11 @@ impl Away {
 #[async_trait]
 impl Broker for Away {
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let mut capabilities = self.inner.capabilities();
+        if let Some(lacks) = *self.lacks.lock() {
+            lacks(&mut capabilities);
+        }
+        capabilities
     }
 
     async fn publish(
@@ -637,4 +641,98 @@ async fn the_fence_of_a_delivery_exceeds_that_of_an_earlier_one() {
     bench.until_empty().await;
     consumer.drain().await.unwrap();
     assert!(fences.lock().is_sorted_by(|a, b| a < b), "{fences:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_broker_that_cannot_do_what_is_needed_is_refused_at_start_with_the_reason() {
+    let lacks: [(fn(&mut Capabilities), &str); 4] = [
+        (|can| can.dead_letters = false, "keep dead letters"),
+        (|can| can.attempts = false, "count deliveries"),
+        (|can| can.delay = false, "hold retries back"),
+        (|can| can.extend = false, "handler-timeout (5m) must not exceed lease (30s)"),
+    ];
+    for (lacks, told) in lacks {
+        let bench = Bench::new();
+        let away = Away::new(&bench.broker);
+        *away.lacks.lock() = Some(lacks);
+        let consumer = bench.consume_from(away.clone(), options(), |_: Incoming| async { Ok(()) });
+        let error = consumer.ended().await.unwrap_err().to_string();
+        assert!(error.contains(told), "{error}");
+        assert_eq!(away.calls.load(Ordering::Relaxed), 0, "nothing was consumed");
+    }
+}
+
+/// The spans that a test opens, by their fields.
+#[derive(Clone, Default)]
+struct SpanFields(Arc<Mutex<Vec<(String, String)>>>);
+
+impl tracing::field::Visit for SpanFields {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        self.0.lock().push((field.name().to_owned(), format!("{value:?}")));
+    }
+}
+
+impl tracing::Subscriber for SpanFields {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.is_span() && metadata.name() == "consume"
+    }
+
+    fn new_span(&self, attributes: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        assert!(attributes.is_root(), "defects.md M5: the consumer's span is a root");
+        attributes.record(&mut self.clone());
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, values: &tracing::span::Record<'_>) {
+        values.record(&mut self.clone());
+    }
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_span_links_to_the_events_trace_and_joins_it_only_when_young_and_asked_to() {
+    const ORIGIN: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    let hour = Duration::from_secs(3600);
+    for (join, age, expected) in [
+        (Duration::ZERO, Duration::ZERO, "link.traceparent"),
+        (hour, hour, "link.traceparent"),
+        (hour, hour / 2, "traceparent"),
+    ] {
+        let fields = SpanFields::default();
+        let _guard = tracing::subscriber::set_default(fields.clone());
+        let bench = Bench::new();
+        let event = Event::builder("order.placed.v1")
+            .id("1")
+            .source("/shop")
+            .time(carrick_core::clock::Clock::wall(&*bench.clock) - age)
+            .extension("traceparent", ORIGIN)
+            .build()
+            .unwrap();
+        bench.broker.publish(&bench.topic, vec![event.into()]).await.unwrap();
+        let seen = Arc::new(Mutex::new(None));
+        let see = seen.clone();
+        let options = ConsumerOptions { trace_join: join, ..options() };
+        let consumer = bench.consume(options, move |incoming: Incoming| {
+            let current = carrick_core::context::Context::current().expect("in scope");
+            assert_eq!(current, incoming.context);
+            assert_eq!(incoming.event.traceparent().as_deref(), Some(ORIGIN), "never rewritten");
+            *see.lock() = Some(current.trace().trace_id().to_string());
+            async { Ok(()) }
+        });
+        bench.until_empty().await;
+        consumer.drain().await.unwrap();
+        let fields = fields.0.lock();
+        let naming: Vec<&str> = fields
+            .iter()
+            .filter(|(_, value)| value == ORIGIN)
+            .map(|(name, _)| name.as_str())
+            .collect();
+        assert_eq!(naming, [expected], "{fields:?}");
+        let trace = seen.lock().clone().unwrap();
+        assert_eq!(ORIGIN.contains(&trace), expected == "traceparent");
+    }
 }

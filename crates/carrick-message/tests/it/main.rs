@@ -3,3 +3,4 @@
 mod broker;
 mod consumer;
 mod paused;
+mod watched;

@@ -5,13 +5,13 @@ use jiff::Timestamp;
 use tokio::time::Instant;
 
 #[derive(Clone, Copy, Debug)]
-pub struct PausedClock {
+pub(crate) struct PausedClock {
     start: Instant,
     wall: Timestamp,
 }
 
 impl PausedClock {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { start: Instant::now(), wall: "2026-12-01T10:00:00Z".parse().unwrap() }
     }
 }
