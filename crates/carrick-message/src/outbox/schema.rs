@@ -24,12 +24,7 @@ use carrick_store::schema::{Component, Migration};
 /// ```
 pub const COMPONENT: Component = Component {
     name: "outbox",
-    migrations: &[Migration {
-        version: 1,
-        name: "outbox",
-        sqlite: SQLITE,
-        postgres: POSTGRES,
-    }],
+    migrations: &[Migration { version: 1, name: "outbox", sqlite: SQLITE, postgres: POSTGRES }],
 };
 
 /// Rows of one key share a bucket, and a bucket has one relay at a time.

@@ -76,6 +76,10 @@ impl Horizon {
     /// id of its own after that: numbers of other relays need not be passed again and again.
     pub(crate) fn advance(&mut self, last: Option<Seq>, full: bool, snapshot: Option<&Snapshot>) {
         if let Some(snapshot) = snapshot {
+            if snapshot.next < self.fresh {
+                // Ids went back: this is another database than before.
+                *self = Self::default();
+            }
             self.settle(snapshot);
         }
         match last {

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 
 use carrick_core::{event::Event, name::Topic};
-use carrick_store::fence::FenceToken;
 use tokio::time::Instant;
 
 use super::{Bucket, Seq};
@@ -44,8 +43,6 @@ impl Row {
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) bucket: Bucket,
-    /// Under which lease its rows were read; a lane of an earlier one is not this one.
-    pub(crate) token: FenceToken,
     /// Rows that may go, in order.
     pub(crate) queue: VecDeque<Row>,
     /// Some of its rows are being published: the next ones wait, for two calls have no order.
@@ -59,10 +56,9 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    pub(crate) fn new(bucket: Bucket, token: FenceToken) -> Self {
+    pub(crate) fn new(bucket: Bucket) -> Self {
         Self {
             bucket,
-            token,
             queue: VecDeque::new(),
             in_flight: false,
             behind: None,
