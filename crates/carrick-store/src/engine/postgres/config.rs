@@ -77,7 +77,8 @@ impl Default for PostgresConfig {
 }
 
 impl PostgresConfig {
-    pub(super) fn options(&self) -> &PostgresOptions {
+    /// The options, within their ranges.
+    pub fn options(&self) -> &PostgresOptions {
         &self.options
     }
 
@@ -105,34 +106,33 @@ impl TryFrom<PostgresOptions> for PostgresConfig {
         } = options;
         let millis = Duration::from_millis;
         let mut faults = Faults::default();
-        faults.unless((2..=200).contains(&max_connections), "max-connections", "2 to 200");
-        faults.unless(
+        let mut within = |key, duration: Duration, least: u64, most: u64, range| {
+            let holds = (millis(least)..=millis(most)).contains(&duration);
+            faults.unless_value(holds, key, range, format_args!("{duration:?}"));
+        };
+        within("statement-timeout", statement_timeout, 100, 300_000, "100ms to 5m");
+        within("lock-timeout", lock_timeout, 10, 60_000, "10ms to 1m");
+        within("acquire-timeout", acquire_timeout, 10, 60_000, "10ms to 1m");
+        within("dedupe-window", dedupe_window, 1000, 7 * 86_400_000, "1s to 7d");
+        within("poll", poll, 50, 10_000, "50ms to 10s");
+        faults.unless_value(
+            lock_timeout <= statement_timeout,
+            "lock-timeout",
+            &format!("at most statement-timeout, which is {statement_timeout:?}"),
+            format_args!("{lock_timeout:?}"),
+        );
+        faults.unless_value(
+            (2..=200).contains(&max_connections),
+            "max-connections",
+            "2 to 200",
+            max_connections,
+        );
+        faults.unless_value(
             is_schema_name(schema),
             "schema",
             "1 to 48 characters of a-z 0-9 _, not starting with a digit",
+            schema,
         );
-        faults.unless(
-            (millis(100)..=millis(300_000)).contains(&statement_timeout),
-            "statement-timeout",
-            "100ms to 5m",
-        );
-        faults.unless(
-            (millis(10)..=millis(60_000)).contains(&lock_timeout)
-                && lock_timeout <= statement_timeout,
-            "lock-timeout",
-            "10ms to 1m, and at most statement-timeout",
-        );
-        faults.unless(
-            (millis(10)..=millis(60_000)).contains(&acquire_timeout),
-            "acquire-timeout",
-            "10ms to 1m",
-        );
-        faults.unless(
-            (millis(1000)..=millis(7 * 86_400_000)).contains(&dedupe_window),
-            "dedupe-window",
-            "1s to 7d",
-        );
-        faults.unless((millis(50)..=millis(10_000)).contains(&poll), "poll", "50ms to 10s");
         faults.into_result(Self { options })
     }
 }

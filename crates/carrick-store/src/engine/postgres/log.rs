@@ -9,13 +9,14 @@ use tokio::{sync::oneshot, time::timeout};
 use super::{
     PostgresStore,
     append::{self, Append},
-    check, count,
+    count,
     session::Failure,
-    time, unanswered,
+    unanswered,
 };
 use crate::{
-    StoreError, Stream,
-    log::{Appended, Bounds, Log, MAX_BATCH, MAX_BODY, NewRecord, ReadLimit, Record, Seq, Trim},
+    StoreError, Stream, check,
+    log::{Appended, Bounds, Log, NewRecord, ReadLimit, Record, Seq, Trim},
+    micros,
 };
 
 /// Bodies of appends that may wait in memory, in KiB: 64 MiB, a few transactions of the largest
@@ -39,15 +40,7 @@ impl Log for PostgresStore {
         stream: &Stream,
         records: Vec<NewRecord>,
     ) -> Result<Vec<Appended>, StoreError> {
-        check(records.len() <= MAX_BATCH, "records", "at most 1000", records.len())?;
-        for record in &records {
-            check(
-                record.body.len() <= MAX_BODY,
-                "body",
-                "at most 1 MiB + 64 KiB",
-                record.body.len(),
-            )?;
-        }
+        check::append(&records)?;
         if records.is_empty() {
             return Ok(Vec::new());
         }
@@ -71,7 +64,7 @@ impl Log for PostgresStore {
         after: Seq,
         limit: ReadLimit,
     ) -> Result<Vec<Record>, StoreError> {
-        check((1..=MAX_BATCH).contains(&limit.records), "records", "1 to 1000", limit.records)?;
+        check::read(limit)?;
         let Some(id) = self.db().find_stream(stream).await? else {
             return nothing_after(after, EMPTY);
         };
@@ -260,7 +253,7 @@ impl PostgresStore {
 pub(super) fn record((seq, stored_at, key, body): LogRow) -> Record {
     Record {
         seq: seq.cast_unsigned(),
-        stored_at: time(stored_at),
+        stored_at: micros::time(stored_at),
         key: key.map(text),
         body: Bytes::from(body),
     }

@@ -23,7 +23,6 @@ mod url;
 use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
-use jiff::Timestamp;
 use parking_lot::Mutex;
 use tokio::{sync::Semaphore, task::JoinSet};
 
@@ -33,7 +32,7 @@ use self::{
     session::{Db, Failure, Tries},
 };
 use crate::{
-    StoreError, Stream,
+    StoreError, Stream, check,
     fence::{Acquired, Fence, FenceToken},
     wake::{Waiter, Wake},
 };
@@ -205,7 +204,7 @@ async fn try_prepare(db: &Db, options: &PostgresOptions) -> Result<u64, Unprepar
 #[async_trait]
 impl Fence for PostgresStore {
     async fn acquire(&self, name: &str, ttl: Duration) -> Result<Acquired, StoreError> {
-        check_lease(name)?;
+        check::lease_name(name)?;
         let mut session = self.db().lease().await?;
         let acquired = crate::fence::postgres::acquire(session.conn(), name, ttl).await?;
         session.finish().await?;
@@ -218,7 +217,7 @@ impl Fence for PostgresStore {
         token: FenceToken,
         ttl: Duration,
     ) -> Result<bool, StoreError> {
-        check_lease(name)?;
+        check::lease_name(name)?;
         let mut session = self.db().lease().await?;
         let renewed = crate::fence::postgres::renew(session.conn(), name, token, ttl).await?;
         session.finish().await?;
@@ -226,17 +225,12 @@ impl Fence for PostgresStore {
     }
 
     async fn release_lease(&self, name: &str, token: FenceToken) -> Result<bool, StoreError> {
-        check_lease(name)?;
+        check::lease_name(name)?;
         let mut session = self.db().lease().await?;
         let released = crate::fence::postgres::release(session.conn(), name, token).await?;
         session.finish().await?;
         Ok(released)
     }
-}
-
-fn check_lease(name: &str) -> Result<(), StoreError> {
-    let fits = (1..=200).contains(&name.len()) && !name.contains('\0');
-    check(fits, "lease name", "1 to 200 bytes without NUL", name.len())
 }
 
 #[async_trait]
@@ -255,34 +249,7 @@ fn unanswered() -> StoreError {
     StoreError::Engine("the store ended before it answered".into())
 }
 
-fn check(
-    holds: bool,
-    what: &'static str,
-    range: &'static str,
-    value: impl ToString,
-) -> Result<(), StoreError> {
-    if holds {
-        return Ok(());
-    }
-    Err(StoreError::Invalid { what, range, value: value.to_string() })
-}
-
 /// A number as Postgres takes it; what is beyond its largest is that.
 fn count(number: impl TryInto<i64>) -> i64 {
     number.try_into().unwrap_or(i64::MAX)
-}
-
-/// A time of the database.
-fn time(micros: i64) -> Timestamp {
-    // What lies beyond the calendar is its end, so that a strange value stops nothing.
-    Timestamp::from_microsecond(micros).unwrap_or(if micros < 0 {
-        Timestamp::MIN
-    } else {
-        Timestamp::MAX
-    })
-}
-
-/// A duration for the database; a century is for ever, and far from overflowing a sum.
-fn micros(duration: Duration) -> i64 {
-    count(duration.as_micros()).min(100 * 366 * 86_400 * 1_000_000)
 }

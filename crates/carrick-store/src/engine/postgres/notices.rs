@@ -10,6 +10,7 @@
 
 use std::{mem, sync::Arc, time::Duration};
 
+use carrick_core::backoff::Backoff;
 use hashbrown::HashSet;
 use parking_lot::Mutex;
 use sqlx::{
@@ -42,8 +43,8 @@ const SILENCE: Duration = Duration::from_secs(10);
 /// How long it has to answer.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// The wait after a failure, doubled to the second.
-const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// The wait before listening again. Meanwhile everybody polls, so there is no hurry.
+const BETWEEN: Backoff = Backoff { base: Duration::from_millis(200), cap: Duration::from_secs(5) };
 
 /// Stands for every stream in a payload; no stream is named so.
 const ALL: &str = "*";
@@ -149,7 +150,7 @@ pub(super) async fn tell(notices: Arc<Notices>, db: Arc<Db>) {
             if let Some(held_back) = sparse.due(Instant::now()) {
                 tracing::warn!(error = %failure.told(), held_back, "cannot wake other processes");
             }
-            sleep(RETRY.0).await;
+            sleep(BETWEEN.base).await;
         }
     }
 }
@@ -158,11 +159,11 @@ pub(super) async fn tell(notices: Arc<Notices>, db: Arc<Db>) {
 pub(super) async fn listen(notices: Arc<Notices>, url: PgConnectOptions) {
     let pool = PgPoolOptions::new().max_connections(1).connect_lazy_with(url);
     let mut sparse = Sparse::default();
-    let mut wait = RETRY.0;
+    let mut failed = 0;
     loop {
         let lost = match connect(&notices, &pool).await {
             Ok(mut listener) => {
-                wait = RETRY.0;
+                failed = 0;
                 // What was said while nobody listened is made up for by looking.
                 notices.wakes.wake_all();
                 hear(&notices, &mut listener).await
@@ -173,8 +174,9 @@ pub(super) async fn listen(notices: Arc<Notices>, url: PgConnectOptions) {
         if let Some(held_back) = sparse.due(Instant::now()) {
             tracing::warn!(reason = lost, held_back, "not listening for wake-ups: polling");
         }
-        sleep(wait.mul_f64(0.5 + rand::random::<f64>() / 2.0)).await;
-        wait = (wait * 2).min(RETRY.1);
+        let wait = BETWEEN.delay(failed, &mut rand::rng());
+        sleep(wait).await;
+        failed += 1;
     }
 }
 

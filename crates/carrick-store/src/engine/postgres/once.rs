@@ -6,23 +6,18 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 use super::{
-    PostgresStore, check, micros,
+    PostgresStore,
     session::{Failure, now},
 };
 use crate::{
-    StoreError,
+    StoreError, check, micros,
     once::{Once, OnceKey, OnceToken, Reserved},
 };
-
-fn checked(key: &OnceKey) -> Result<(), StoreError> {
-    check((1..=200).contains(&key.scope.len()), "scope", "1 to 200 bytes", key.scope.len())?;
-    check((1..=200).contains(&key.key.len()), "key", "1 to 200 bytes", key.key.len())
-}
 
 #[async_trait]
 impl Once for PostgresStore {
     async fn reserve(&self, key: &OnceKey, hold: Duration) -> Result<Reserved, StoreError> {
-        checked(key)?;
+        check::once(key)?;
         // A row that ends between the two statements is neither taken nor found: then once more.
         for _ in 0..3 {
             if let Some(reserved) = self.try_reserve(key, hold).await? {
@@ -39,7 +34,7 @@ impl Once for PostgresStore {
         answer: Bytes,
         keep: Duration,
     ) -> Result<bool, StoreError> {
-        checked(key)?;
+        check::once(key)?;
         let db = self.db();
         let mut session = db.single().await?;
         let done = db
@@ -54,7 +49,7 @@ impl Once for PostgresStore {
             .bind(key.key.as_bytes())
             .bind(token.0.cast_signed())
             .bind(&answer[..])
-            .bind(micros(keep))
+            .bind(micros::of(keep))
             .execute(session.conn())
             .await
             .map_err(Failure::from)?
@@ -64,7 +59,7 @@ impl Once for PostgresStore {
     }
 
     async fn release(&self, key: &OnceKey, token: OnceToken) -> Result<(), StoreError> {
-        checked(key)?;
+        check::once(key)?;
         let db = self.db();
         let mut session = db.single().await?;
         db.query(
@@ -125,7 +120,7 @@ impl PostgresStore {
             .bind(key.scope.as_bytes())
             .bind(key.key.as_bytes())
             .bind(&key.fingerprint.to_be_bytes()[..])
-            .bind(micros(hold))
+            .bind(micros::of(hold))
             .fetch_optional(session.conn())
             .await
             .map_err(Failure::from)?;

@@ -1,25 +1,25 @@
 //! The queue: finds the group, checks what is asked, and has the group's lane do it.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use carrick_core::name::Group;
 use hashbrown::HashMap;
 
 use super::{
-    PostgresStore, check, count,
+    PostgresStore, count,
     group::{GroupRef, Outcome, What},
     log::{record, text},
     session::Failure,
-    time,
 };
 use crate::{
-    StoreError, Stream,
+    StoreError, Stream, check,
     lease::{
         BlockedKey, Claim, Claims, DeadLetter, GroupStats, LeaseToken, Queue, Select, Settle,
         Settled, Start,
     },
-    log::{MAX_BATCH, Seq},
+    log::Seq,
+    micros,
 };
 
 /// Groups kept in memory by number and by name: some megabytes.
@@ -42,22 +42,6 @@ impl GroupsKnown {
         let name = (found.stream.clone(), found.group.clone());
         self.by_name.insert(name, Arc::clone(&found));
         found
-    }
-}
-
-fn check_lease(lease: Duration) -> Result<(), StoreError> {
-    let allowed = Duration::from_secs(1)..=Duration::from_secs(12 * 3600);
-    check(allowed.contains(&lease), "lease", "1 s to 12 h", format!("{lease:?}"))
-}
-
-fn check_settle(settle: &Settle) -> Result<(), StoreError> {
-    match settle {
-        Settle::Ack | Settle::Bury { .. } => Ok(()),
-        Settle::Extend { lease } => check_lease(*lease),
-        Settle::Release { delay, .. } => {
-            let month = Duration::from_secs(30 * 86_400);
-            check(*delay <= month, "delay", "at most 30 days", format!("{delay:?}"))
-        }
     }
 }
 
@@ -85,8 +69,7 @@ impl Queue for PostgresStore {
         group: &Group,
         claim: Claim,
     ) -> Result<Claims, StoreError> {
-        check((1..=MAX_BATCH).contains(&claim.records), "records", "1 to 1000", claim.records)?;
-        check_lease(claim.lease)?;
+        check::claim(claim)?;
         let group = loop {
             if let Some(found) = self.find_group(stream, group).await? {
                 break found;
@@ -103,9 +86,7 @@ impl Queue for PostgresStore {
         &self,
         settlements: Vec<(LeaseToken, Settle)>,
     ) -> Result<Vec<Settled>, StoreError> {
-        for (_, settle) in &settlements {
-            check_settle(settle)?;
-        }
+        check::settle(&settlements)?;
         let mut settled = vec![Settled::Stale; settlements.len()];
         let mut by_group: HashMap<u64, (Vec<usize>, Vec<(LeaseToken, Settle)>)> = HashMap::new();
         for (place, settlement) in settlements.into_iter().enumerate() {
@@ -319,7 +300,7 @@ fn dead_letter(row: DeadRow) -> DeadLetter {
         attempts: u32::try_from(attempts).unwrap_or(u32::MAX),
         cause: text(cause),
         fence: fence.cast_unsigned(),
-        first_claimed_at: time(first_claimed_at),
-        buried_at: time(buried_at),
+        first_claimed_at: micros::time(first_claimed_at),
+        buried_at: micros::time(buried_at),
     }
 }

@@ -2,9 +2,9 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
+use carrick_core::backoff::Backoff;
 use hashbrown::HashMap;
 use parking_lot::Mutex;
-use rand::RngExt;
 use sqlx::{
     AssertSqlSafe, Connection, PgConnection, PgPool, Postgres, Transaction,
     pool::PoolConnection,
@@ -349,9 +349,11 @@ fn is_lost(error: &sqlx::Error) -> bool {
     matches!(error, sqlx::Error::Io(_) | sqlx::Error::Protocol(_) | sqlx::Error::WorkerCrashed)
 }
 
-/// How often a transaction is tried again quietly. Waits of at most 10, 20, 40, 80, 160 ms: a third
-/// of a second in all, which outlasts a deadlock and a killed connection, not an outage.
+/// How often a transaction is tried quietly, the first time included, and what is waited between.
+/// A third of a second in all: it outlasts a deadlock and a killed connection, not an outage.
 const TRIES: u32 = 6;
+const BETWEEN: Backoff =
+    Backoff { base: Duration::from_millis(10), cap: Duration::from_millis(160) };
 
 /// Counts the tries of one transaction.
 #[derive(Debug, Default)]
@@ -367,8 +369,7 @@ impl Tries {
             return false;
         }
         metrics::counter!("carrick_store_retried_total", "engine" => "postgres").increment(1);
-        let most = Duration::from_millis(10) * 2_u32.pow(self.failed - 1);
-        let wait = most.mul_f64(rand::rng().random::<f64>());
+        let wait = BETWEEN.delay(self.failed - 1, &mut rand::rng());
         tracing::debug!(attempt = self.failed, error = %failure.told(), "trying again");
         tokio::time::sleep(wait).await;
         true

@@ -37,9 +37,11 @@ pub(super) fn parse(
     let separator = if theirs.is_empty() { "" } else { "?" };
     let address = format!("{address}{separator}{}", theirs.join("&"));
     // The address may hold a password, so it is not shown.
-    let connect: PgConnectOptions = address.parse().map_err(|_| {
-        invalid("the database URL", "postgres://user@host:port/database", "(hidden)")
-    })?;
+    let wrong = || invalid("the database URL", "postgres://user@host:port/database", "(hidden)");
+    if !address.starts_with("postgres://") && !address.starts_with("postgresql://") {
+        return Err(wrong());
+    }
+    let connect: PgConnectOptions = address.parse().map_err(|_| wrong())?;
     Ok((connect, options))
 }
 

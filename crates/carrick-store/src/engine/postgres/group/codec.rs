@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::state::{Change, Item, Place};
+use crate::lease::core::{Change, Item, Place};
 
 const FORM: u8 = 1;
 

@@ -9,14 +9,13 @@ use super::{
         count,
         log::{record, text},
         session::{Failure, Refusal},
-        time,
     },
     Work,
-    state::New,
 };
 use crate::{
-    lease::{Claim, Claimed, Claims, LeaseToken},
+    lease::{Claim, Claimed, Claims, LeaseToken, core::New},
     log::{MAX_BATCH, Record, Seq},
+    micros,
 };
 
 /// Bytes read ahead for the claims of one transaction.
@@ -51,7 +50,7 @@ type Row = (i64, i64, Option<Vec<u8>>, Vec<u8>, Option<i64>, Option<i64>, i64);
 
 impl Work<'_> {
     pub(super) async fn claim(&mut self, claim: Claim) -> Result<Claims, Failure> {
-        let lease = super::super::micros(claim.lease);
+        let lease = micros::of(claim.lease);
         let mut filling = self.state.claim(claim.records, claim.bytes, lease);
         let mut bodies = self.fetch(&filling.taken).await?;
         filling.taken.retain(|&seq| {
@@ -95,11 +94,11 @@ impl Work<'_> {
             .map(|(record, item)| Claimed {
                 token: LeaseToken { group, seq: record.seq, fence: filling.fence },
                 attempt: item.attempt,
-                first_claimed_at: time(item.first_claimed),
+                first_claimed_at: micros::time(item.first_claimed),
                 record,
             })
             .collect();
-        let next_ready = self.state.next_ready(&filling).map(time);
+        let next_ready = self.state.next_ready(&filling).map(micros::time);
         Ok(Claims { claimed, expired: filling.expired, next_ready })
     }
 

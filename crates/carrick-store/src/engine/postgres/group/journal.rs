@@ -7,8 +7,8 @@
 use super::{
     super::session::{Db, Failure, Refusal, Tx, now},
     codec,
-    state::{Buried, Change, Micros, State},
 };
+use crate::lease::core::{Buried, Change, Micros, State};
 
 /// After so many changes the whole state is written, and those before the last whole one are
 /// removed. Whoever starts reads at most so many; one that fell behind further starts anew.

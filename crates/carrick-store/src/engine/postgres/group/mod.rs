@@ -1,4 +1,4 @@
-//! Groups: the state of each is decided in memory ([`state`]) and kept in a journal ([`journal`]).
+//! Groups: the state of each is decided in memory (`lease::core`) and kept in a [`journal`].
 //!
 //! Transactions of one group take turns, over all processes, on a lock that ends with them; within
 //! a process its commands gather in a lane, and one transaction does all that are there. It brings
@@ -14,34 +14,29 @@
 mod codec;
 mod fill;
 mod journal;
-mod state;
+#[cfg(test)]
+mod model;
 
 use std::{mem, sync::Arc};
 
 use carrick_core::name::Group;
 use tokio::sync::oneshot;
 
-use self::{
-    fill::Ahead,
-    journal::Known,
-    state::{Buried, New, Place, State},
-};
+use self::{fill::Ahead, journal::Known};
 use super::{
     PostgresStore, count,
     lanes::Lane,
     log::text,
     notices::Notices,
     session::{Db, Failure, Tries, Tx},
-    time,
 };
 use crate::{
     StoreError, Stream,
+    lease::core::{self, Buried, New, Place, State},
     lease::{BlockedKey, Claim, Claims, GroupStats, LeaseToken, Select, Settle, Settled, Start},
     log::Seq,
+    micros,
 };
-
-/// The longest cause of a dead letter, in bytes.
-pub(super) const CAUSE: usize = 4096;
 
 /// Commands in one transaction: bounds how long the lock is held. As many claims of a hundred
 /// records are some tens of milliseconds.
@@ -215,7 +210,7 @@ impl Work<'_> {
 
     async fn redrive(&mut self, select: &Select, limit: usize) -> Result<usize, Failure> {
         // No more than may wait: the rest is redriven when these have been worked on.
-        let limit = limit.min(state::WAITING.saturating_sub(self.state.waiting()));
+        let limit = limit.min(core::WAITING.saturating_sub(self.state.waiting()));
         let (seqs, key, cause) = filter(select);
         type Row = (i64, i64, Option<i64>, Option<Vec<u8>>, i32);
         let rows: Vec<Row> = self
@@ -290,14 +285,7 @@ impl Work<'_> {
             .state
             .blocked(0)
             .filter(|(seq, key, item, _)| {
-                matches!(item.place, Place::Waiting(_))
-                    && match select {
-                        Select::Seqs(seqs) => seqs.contains(seq),
-                        Select::Key(wanted) => **wanted == ***key,
-                        // What waits has no cause yet.
-                        Select::Cause(_) => false,
-                        Select::All => true,
-                    }
+                matches!(item.place, Place::Waiting(_)) && select.takes(*seq, Some(key), "")
             })
             .map(|(seq, ..)| seq)
             .collect();
@@ -317,7 +305,7 @@ impl Work<'_> {
                 attempts: item.attempt,
                 ready_at: match item.place {
                     Place::Leased(_) => None,
-                    Place::Waiting(at) => Some(time(at)),
+                    Place::Waiting(at) => Some(micros::time(at)),
                 },
                 behind,
             })
@@ -347,7 +335,7 @@ impl Work<'_> {
             leased: self.state.leased() as u64,
             waiting: self.state.waiting() as u64,
             dead: dead.cast_unsigned(),
-            oldest: oldest.map(time),
+            oldest: oldest.map(micros::time),
         })
     }
 }
