@@ -82,8 +82,9 @@ pub struct LeaseId(pub String);
 pub struct Delivery {
     /// To settle it with.
     pub lease: LeaseId,
-    /// Grows with every delivery within the group: a fence for the handler's own writes. `None` if
-    /// the broker has nothing that grows.
+    /// Grows with every lease call that delivers, within the group, so every delivery of an event has
+    /// a higher one than its last: a fence for the handler's own writes. `None` if the broker has
+    /// nothing that grows.
     pub fence: Option<u64>,
     /// How often it was delivered, this time included; from 1.
     pub attempt: u32,

@@ -8,9 +8,7 @@ use carrick_core::{
     name::{Group, Topic},
 };
 use carrick_message::{
-    broker::{
-        Broker, BrokerError, LeaseRequest, PublishLimits, StoreBroker, Verdict, contract::Subject,
-    },
+    broker::{Broker, LeaseRequest, PublishLimits, StoreBroker, Verdict, contract::Subject},
     dead_letter::DeadLetters,
 };
 use carrick_store::{
@@ -51,6 +49,7 @@ mod memory {
 
 #[cfg(feature = "embedded")]
 mod embedded {
+    use carrick_message::broker::{BrokerError, Verdicted};
     use carrick_store::engine::sqlite::{SqliteConfig, SqliteStore};
 
     use super::*;
@@ -65,6 +64,46 @@ mod embedded {
     }
 
     carrick_message::broker_contract!(subject, #[tokio::test]);
+
+    #[tokio::test]
+    async fn a_store_that_is_closed_is_not_worth_a_retry() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("broker.db");
+        let store = SqliteStore::open(file, SqliteConfig::default()).unwrap();
+        let broker = StoreBroker::new(Arc::new(store.clone()));
+        let (topic, group) = names();
+        store.close().await;
+        let error = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap_err();
+        assert!(matches!(error, BrokerError::Closed), "{error:?}");
+        assert!(!error.is_transient());
+    }
+
+    #[tokio::test]
+    async fn what_was_published_and_leased_survives_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("broker.db");
+        let (topic, group) = names();
+        let held = {
+            let store = SqliteStore::open(&file, SqliteConfig::default()).unwrap();
+            let broker = StoreBroker::new(Arc::new(store.clone()));
+            broker.publish(&topic, vec![event("1").into(), event("2").into()]).await.unwrap();
+            let request = LeaseRequest { max: 1, ..LeaseRequest::default() };
+            let held = broker.lease(&topic, &group, request).await.unwrap();
+            store.close().await;
+            held
+        };
+        let store = SqliteStore::open(&file, SqliteConfig::default()).unwrap();
+        let broker = StoreBroker::new(Arc::new(store.clone()));
+        let again = broker.publish(&topic, vec![event("1").into()]).await.unwrap();
+        assert_eq!(again.fresh, [false], "the dedupe window is durable");
+        let other = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap();
+        assert_eq!(other.len(), 1);
+        assert_eq!(other[0].event.id(), "2", "the first one is still under lease");
+        // Its holder outlived the broker, and a waiter in the new one is not needed for that.
+        let ack = vec![(held[0].lease.clone(), Verdict::Ack)];
+        assert_eq!(broker.settle(ack).await.unwrap(), [Verdicted::Done]);
+        store.close().await;
+    }
 }
 
 #[cfg(feature = "postgres")]
@@ -145,16 +184,6 @@ async fn an_expired_lease_wakes_a_waiter_without_polling() {
     assert_eq!(again[0].attempt, 2);
     let took = started.elapsed();
     assert!(took < Duration::from_secs(31), "soon after the lease's end: {took:?}");
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_store_that_is_closed_is_not_worth_a_retry() {
-    let (store, broker) = on_memory();
-    let (topic, group) = names();
-    store.close().await;
-    let error = broker.lease(&topic, &group, LeaseRequest::default()).await.unwrap_err();
-    assert!(matches!(error, BrokerError::Closed), "{error:?}");
-    assert!(!error.is_transient());
 }
 
 #[tokio::test(start_paused = true)]
