@@ -36,12 +36,20 @@ pub enum StoreError {
     #[error("the store's queue is full")]
     Overloaded,
     /// The store was made by a newer Carrick; upgrade, or use another store.
-    #[error("the store has schema version {found}, and this Carrick knows up to {known}: upgrade Carrick")]
+    #[error(
+        "the store has schema version {found}, and this Carrick knows up to {known}: upgrade Carrick"
+    )]
     NewerSchema {
         /// Version in the store.
         found: i64,
         /// Newest version this program knows.
         known: i64,
+    },
+    /// Another engine has the file open.
+    #[error("{path} is in use by another program")]
+    InUse {
+        /// Which file.
+        path: String,
     },
     /// The store has been closed.
     #[error("the store is closed")]

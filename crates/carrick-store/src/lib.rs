@@ -10,6 +10,7 @@
 //! (memory, SQLite, Postgres) and all pass the one contract suite in `contract`. Patterns above are
 //! thin state machines over these: none keeps its own storage, scheduler or retry loop.
 
+mod check;
 #[cfg(feature = "contract")]
 pub mod contract;
 pub mod engine;
@@ -17,6 +18,7 @@ pub mod error;
 pub mod fence;
 pub mod lease;
 pub mod log;
+mod micros;
 pub mod once;
 pub mod schema;
 pub mod wake;
@@ -29,7 +31,15 @@ pub use self::error::StoreError;
 
 /// Everything an engine offers, as one object that an operator chooses by URL.
 pub trait Store:
-    log::Log + lease::Queue + once::Once + fence::Fence + wake::Wake + fmt::Debug + Send + Sync + 'static
+    log::Log
+    + lease::Queue
+    + once::Once
+    + fence::Fence
+    + wake::Wake
+    + fmt::Debug
+    + Send
+    + Sync
+    + 'static
 {
 }
 

@@ -4,11 +4,36 @@
 //! refusing tokens older than the newest it has seen. So the token is the point, and the lease is
 //! only a way to keep holders from getting in each other's way.
 
+#[cfg(feature = "postgres")]
+pub mod postgres;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;
+
 use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::StoreError;
+use crate::{
+    StoreError,
+    schema::{Component, Migration},
+};
+
+/// The table of named leases, `carrick_fence`.
+pub const COMPONENT: Component = Component {
+    name: "fence",
+    migrations: &[Migration {
+        version: 1,
+        name: "named leases",
+        #[cfg(feature = "sqlite")]
+        sqlite: sqlite::CREATE,
+        #[cfg(not(feature = "sqlite"))]
+        sqlite: "",
+        #[cfg(feature = "postgres")]
+        postgres: postgres::CREATE,
+        #[cfg(not(feature = "postgres"))]
+        postgres: "",
+    }],
+};
 
 /// A fencing token: the higher one is the later holder.
 pub type FenceToken = u64;

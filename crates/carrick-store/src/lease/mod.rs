@@ -13,6 +13,12 @@
 //!
 //! Source: SQS FIFO groups for the claim rule, awa ADR-013 for the token, pattern document.
 
+pub(crate) mod claim;
+pub(crate) mod core;
+mod token;
+
+pub use self::token::InvalidToken;
+
 use std::{num::NonZeroU64, time::Duration};
 
 use async_trait::async_trait;

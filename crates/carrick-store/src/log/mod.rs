@@ -4,6 +4,8 @@
 //! gap that a reader could fall into: a number becomes visible only once every lower one is settled.
 //! An append resolves when its records are durable, so an acknowledgement means disk.
 
+pub(crate) mod dedupe;
+
 use async_trait::async_trait;
 use bytes::Bytes;
 use jiff::Timestamp;
@@ -72,6 +74,19 @@ pub struct Bounds {
     pub first: Seq,
     /// Highest number readable now; 0 for a stream that never had a record.
     pub last: Seq,
+}
+
+impl Bounds {
+    /// Checks that a stream can be read from after `after`.
+    pub(crate) fn check(self, after: Seq) -> Result<(), StoreError> {
+        if after > self.last {
+            return Err(StoreError::Beyond { after, bounds: self });
+        }
+        if after.saturating_add(1) < self.first {
+            return Err(StoreError::Trimmed { after, bounds: self });
+        }
+        Ok(())
+    }
 }
 
 /// How much a read returns at most. At least one record is returned if there is one, so that a

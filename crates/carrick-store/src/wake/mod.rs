@@ -1,10 +1,7 @@
 //! Wake: tells waiters that a stream has something new. A hint, never the truth: whoever is woken
 //! looks into the store, and whoever is not looks again after a while.
 
-use std::{
-    sync::Arc,
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use hashbrown::HashMap;
@@ -60,7 +57,7 @@ impl Wakes {
         if streams.len() == streams.capacity() {
             streams.retain(|_, notify| Arc::strong_count(notify) > 1);
         }
-        let notify = Arc::clone(streams.entry_ref(stream).or_default());
+        let notify = Arc::clone(streams.entry(stream.clone()).or_default());
         Waiter { notify }
     }
 

@@ -1,0 +1,52 @@
+//! Readers: a few connections beside the writer, which see what was committed and block nobody.
+
+use std::path::{Path, PathBuf};
+
+use parking_lot::Mutex;
+use rusqlite::Connection;
+use tokio::sync::Semaphore;
+
+use crate::StoreError;
+
+/// Connections for reading, made when they are first needed.
+#[derive(Debug)]
+pub(super) struct Readers {
+    path: PathBuf,
+    idle: Mutex<Vec<Connection>>,
+    places: Semaphore,
+}
+
+impl Readers {
+    pub(super) fn new(path: &Path, most: usize) -> Self {
+        let idle = Mutex::new(Vec::with_capacity(most));
+        Self { path: path.to_owned(), idle, places: Semaphore::new(most) }
+    }
+
+    /// Runs a read on a thread that may block.
+    pub(super) async fn read<T: Send + 'static>(
+        self: &std::sync::Arc<Self>,
+        work: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let _place = self.places.acquire().await.map_err(|_| StoreError::Closed)?;
+        let readers = std::sync::Arc::clone(self);
+        let blocking = tokio::task::spawn_blocking(move || {
+            let idle = readers.idle.lock().pop();
+            let mut conn = match idle {
+                Some(conn) => conn,
+                None => super::connect(&readers.path).map_err(super::failed)?,
+            };
+            // One snapshot for all statements of a read; it ends with it.
+            let snapshot = conn.transaction().map_err(super::failed)?;
+            let answer = work(&snapshot);
+            drop(snapshot);
+            readers.idle.lock().push(conn);
+            answer
+        });
+        blocking.await.map_err(|error| StoreError::Engine(error.into()))?
+    }
+
+    pub(super) fn close(&self) {
+        self.places.close();
+        self.idle.lock().clear();
+    }
+}

@@ -1,0 +1,270 @@
+//! The writer: one thread, one connection, and a transaction for whatever is waiting.
+//!
+//! A commit costs a flush of the disk, which costs as much as writing dozens of records; so what
+//! callers ask for at the same time goes into one. Callers that come back together after a commit
+//! need some microseconds to do so: when several were in the last commit, the next one waits for as
+//! many, for a part of what the last one took. A caller that is alone never waits.
+
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::Instant,
+};
+
+use super::{
+    checkpoint::{self, Checkpointer},
+    config::SqliteOptions,
+    tables::Tables,
+};
+use crate::{StoreError, wake::Wakes};
+
+/// Jobs that wait for the writer: above this, callers wait in line for a place. More would add
+/// nothing to a commit, only memory.
+const WAITING: usize = 4096;
+
+type Answer = Box<dyn Any + Send>;
+
+/// What a caller wants done, in a transaction with what others want.
+pub(super) struct Job {
+    work: Box<dyn FnOnce(&mut Tables) -> Result<Answer, rusqlite::Error> + Send>,
+    answer: oneshot::Sender<Result<Answer, StoreError>>,
+    /// How much it writes, roughly.
+    records: usize,
+    bytes: usize,
+    /// Whether it is of no use to a caller that has left.
+    revocable: bool,
+}
+
+enum Message {
+    Job(Job),
+    Stop,
+}
+
+/// The way to the writer.
+#[derive(Debug)]
+pub(super) struct Writer {
+    jobs: mpsc::Sender<Message>,
+    thread: parking_lot::Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Writer {
+    pub(super) fn start(
+        tables: Tables,
+        options: &SqliteOptions,
+        wakes: Arc<Wakes>,
+        checkpointer: Checkpointer,
+    ) -> Result<Self, StoreError> {
+        let (jobs, waiting) = mpsc::channel(WAITING);
+        let options = options.clone();
+        let work = move || Loop { tables, options, wakes, checkpointer, last: Last::default() };
+        let thread = std::thread::Builder::new()
+            .name("carrick-writer".to_owned())
+            .spawn(move || work().run(waiting))
+            .map_err(|error| StoreError::Engine(error.into()))?;
+        Ok(Self { jobs, thread: parking_lot::Mutex::new(Some(thread)) })
+    }
+
+    /// Has something done, and resolves when it is on disk.
+    pub(super) async fn write<T: Send + 'static>(
+        &self,
+        size: (usize, usize),
+        revocable: bool,
+        work: impl FnOnce(&mut Tables) -> Result<T, rusqlite::Error> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let (answer, answered) = oneshot::channel();
+        let work = Box::new(move |tables: &mut Tables| Ok(Box::new(work(tables)?) as Answer));
+        let (records, bytes) = size;
+        let job = Job { work, answer, records, bytes, revocable };
+        self.jobs.send(Message::Job(job)).await.map_err(|_| StoreError::Closed)?;
+        let answer = answered.await.map_err(|_| StoreError::Closed)??;
+        Ok(*answer.downcast().expect("a job answers with what its caller waits for"))
+    }
+
+    /// Finishes what is waiting, and ends the thread.
+    pub(super) async fn stop(&self) {
+        // If it has stopped already there is nothing to tell it.
+        self.jobs.send(Message::Stop).await.ok();
+        let thread = self.thread.lock().take();
+        if let Some(thread) = thread {
+            let joined = tokio::task::spawn_blocking(move || thread.join()).await;
+            if !matches!(joined, Ok(Ok(()))) {
+                tracing::error!("the writer of the store ended by a panic");
+            }
+        }
+    }
+}
+
+/// What the last commit was like.
+#[derive(Default)]
+struct Last {
+    jobs: usize,
+    took: Duration,
+}
+
+struct Loop {
+    tables: Tables,
+    options: SqliteOptions,
+    wakes: Arc<Wakes>,
+    checkpointer: Checkpointer,
+    last: Last,
+}
+
+impl Loop {
+    fn run(mut self, mut waiting: mpsc::Receiver<Message>) {
+        let mut batch = Vec::new();
+        let mut stopping = false;
+        while let Some(first) = waiting.blocking_recv() {
+            let mut size = (0, 0);
+            let mut take = |message, batch: &mut Vec<Job>| match message {
+                Message::Job(job) => {
+                    size = (size.0 + job.records, size.1 + job.bytes);
+                    batch.push(job);
+                    size.0 < self.options.commit_records && size.1 < MAX_BYTES
+                }
+                Message::Stop => {
+                    stopping = true;
+                    false
+                }
+            };
+            let mut more = take(first, &mut batch);
+            let patience = Instant::now() + self.last.patience(&self.options);
+            while more {
+                match waiting.try_recv() {
+                    Ok(message) => more = take(message, &mut batch),
+                    Err(_) if batch.len() < self.last.jobs && Instant::now() < patience => {
+                        // Those who were answered are about to ask again: let them run.
+                        std::thread::yield_now();
+                    }
+                    Err(_) => break,
+                }
+            }
+            if stopping {
+                waiting.close();
+            }
+            self.commit(&mut batch, size.1);
+        }
+        self.checkpointer.stop();
+        // So that the next start finds no log to recover; if it fails, the next start does it.
+        if let Err(error) = checkpoint::truncate(self.tables.conn()) {
+            tracing::debug!(%error, "the write-ahead log is left for the next start");
+        }
+    }
+
+    fn commit(&mut self, batch: &mut Vec<Job>, bytes: usize) {
+        batch.retain(|job| !job.revocable || !job.answer.is_closed());
+        if batch.is_empty() {
+            return;
+        }
+        let start = Instant::now();
+        let jobs = batch.len();
+        match self.transact(batch) {
+            Ok(answers) => {
+                for (answer, value) in answers {
+                    // A caller that left does not need it.
+                    answer.send(Ok(value)).ok();
+                }
+                for stream in self.tables.take_woken() {
+                    self.wakes.wake(&stream);
+                }
+            }
+            Err((error, answers)) => {
+                self.tables.forget();
+                let told = Told::new(&error);
+                if self.tables.may_log() {
+                    tracing::error!(%error, jobs, "a commit of the store failed");
+                }
+                metrics::counter!("carrick_store_failed_commits_total").increment(1);
+                for answer in answers {
+                    answer.send(Err(told.error())).ok();
+                }
+            }
+        }
+        self.last = Last { jobs, took: start.elapsed() };
+        metrics::histogram!("carrick_store_commit_seconds").record(self.last.took.as_secs_f64());
+        // What a commit writes beside its records: their pages' other halves, and the groups'.
+        let written = bytes + bytes / 2 + 4096 * (2 + jobs);
+        if self.checkpointer.wrote(written as u64) {
+            self.tables.checkpoint();
+        }
+    }
+
+    #[expect(clippy::type_complexity, reason = "the answers go to one place, just below")]
+    fn transact(
+        &mut self,
+        batch: &mut Vec<Job>,
+    ) -> Result<
+        Vec<(oneshot::Sender<Result<Answer, StoreError>>, Answer)>,
+        (rusqlite::Error, Vec<oneshot::Sender<Result<Answer, StoreError>>>),
+    > {
+        let mut works = Vec::with_capacity(batch.len());
+        let mut answers = Vec::with_capacity(batch.len());
+        for Job { work, answer, .. } in batch.drain(..) {
+            works.push(work);
+            answers.push(answer);
+        }
+        let all = || {
+            self.tables.begin()?;
+            let values = works.into_iter().map(|work| work(&mut self.tables));
+            let values = values.collect::<Result<Vec<_>, _>>()?;
+            self.tables.commit()?;
+            Ok(values)
+        };
+        match all() {
+            Ok(values) => Ok(answers.into_iter().zip(values).collect()),
+            Err(error) => {
+                self.tables.rollback();
+                Err((error, answers))
+            }
+        }
+    }
+}
+
+impl Last {
+    /// How long to wait for as many callers as last time.
+    fn patience(&self, options: &SqliteOptions) -> Duration {
+        if self.jobs < 2 {
+            return Duration::ZERO;
+        }
+        // Half of what a commit takes is less than what another commit for the late ones costs.
+        (self.took / 2).clamp(Duration::from_micros(50), options.commit_wait)
+    }
+}
+
+/// Bytes of bodies in one commit: bounds the memory of a transaction, and how long it takes.
+const MAX_BYTES: usize = 8 * 1024 * 1024;
+
+/// A failure that is told to everybody who was in the transaction.
+struct Told {
+    text: String,
+    read_only: bool,
+}
+
+impl Told {
+    fn new(error: &rusqlite::Error) -> Self {
+        use rusqlite::ErrorCode::{DiskFull, ReadOnly, SystemIoFailure};
+        let code = error.sqlite_error_code();
+        let read_only = matches!(code, Some(DiskFull | ReadOnly | SystemIoFailure));
+        Self { text: error.to_string(), read_only }
+    }
+
+    fn error(&self) -> StoreError {
+        let source = self.text.clone().into();
+        if self.read_only { StoreError::ReadOnly(source) } else { StoreError::Engine(source) }
+    }
+}
+
+/// A flag that the checkpointer sets and the writer clears.
+pub(super) type Flag = Arc<AtomicBool>;
+
+pub(super) fn take(flag: &Flag) -> bool {
+    flag.swap(false, Ordering::AcqRel)
+}
