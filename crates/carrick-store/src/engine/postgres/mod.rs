@@ -190,13 +190,16 @@ async fn try_prepare(db: &Db, options: &PostgresOptions) -> Result<u64, Unprepar
             .await
             .map_err(Unprepared::Schema)?;
     }
-    let window = count(options.dedupe_window.as_micros());
-    db.query("UPDATE carrick_store SET dedupe_window = $1 WHERE dedupe_window < $1")
-        .bind(window)
-        .execute(tx.conn())
-        .await?;
-    let (epoch,): (i64,) =
-        db.query_as("SELECT epoch FROM carrick_store").fetch_one(tx.conn()).await?;
+    let (epoch, window): (i64, i64) =
+        db.query_as("SELECT epoch, dedupe_window FROM carrick_store").fetch_one(tx.conn()).await?;
+    // Looked at first: a database that cannot be written to is still good for reading.
+    let wanted = count(options.dedupe_window.as_micros());
+    if window < wanted {
+        db.query("UPDATE carrick_store SET dedupe_window = $1 WHERE dedupe_window < $1")
+            .bind(wanted)
+            .execute(tx.conn())
+            .await?;
+    }
     tx.commit().await?;
     Ok(epoch.cast_unsigned())
 }

@@ -70,7 +70,10 @@ impl Db {
         } else {
             url.options(settings)
         };
-        let connect = connect.application_name("carrick");
+        let connect = match connect.get_application_name() {
+            Some(_) => connect,
+            None => connect.application_name("carrick"),
+        };
         let pool = |connections| {
             PgPoolOptions::new()
                 .max_connections(connections)

@@ -3,8 +3,12 @@
 //! `CARRICK_TEST_POSTGRES` is the URL of one; each test makes a schema of its own there and drops it
 //! at the end. `./test` starts one and runs these by name.
 
+mod chaos;
+mod fence;
 mod log;
 mod queue;
+mod schema;
+mod server;
 
 use std::{
     sync::atomic::{AtomicU32, Ordering},
@@ -50,6 +54,24 @@ impl Scratch {
         PostgresStore::connect(&self.url, config).await.unwrap()
     }
 
+    /// Names the connections of this test's stores, so that they can be told from others.
+    pub(crate) fn name_connections(&mut self) {
+        let separator = if self.url.contains('?') { '&' } else { '?' };
+        self.url = format!("{}{separator}application_name={}", self.url, self.schema);
+    }
+
+    /// Kills every connection of this test's stores.
+    pub(crate) async fn kill_connections(&self) {
+        sqlx::query(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+             WHERE application_name = $1 AND pid <> pg_backend_pid()",
+        )
+        .bind(&self.schema)
+        .execute(&mut self.operator().await)
+        .await
+        .unwrap();
+    }
+
     /// A connection as an operator would have it.
     pub(crate) async fn operator(&self) -> PgConnection {
         let mut operator = PgConnection::connect(&self.url).await.unwrap();
@@ -83,7 +105,7 @@ pub(crate) fn record(key: &str, body: impl Into<String>) -> NewRecord {
 }
 
 /// Waits until something holds, and fails if it does not within half a minute.
-pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut holds: impl FnMut() -> F) {
+pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
     while !holds().await {
         assert!(tokio::time::Instant::now() < deadline, "not in time: {what}");

