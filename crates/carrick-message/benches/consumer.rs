@@ -1,5 +1,6 @@
 //! What does the consumer add to an event, beside leasing and acknowledging it by hand? Judge
-//! `consumer` by `bare_loop` of the same run: both drain the same backlog from memory.
+//! `consumer` by `bare_loop` of the same run: both drain the same backlog, from memory and from a
+//! file that is synced at every commit.
 
 use std::{
     hint::black_box,
@@ -18,8 +19,11 @@ use carrick_message::{
     broker::{Broker, LeaseRequest, StoreBroker, Verdict},
     consumer::{Consumer, ConsumerConfig, Incoming},
 };
-use carrick_store::engine::memory::MemoryStore;
+#[cfg(feature = "embedded")]
+use carrick_store::engine::sqlite::{SqliteConfig, SqliteStore};
+use carrick_store::{Store, engine::memory::MemoryStore};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use futures_util::future::BoxFuture;
 use tokio::{runtime::Runtime, sync::Notify};
 
 /// Events in a backlog: enough that the consumer's start and drain do not show.
@@ -29,8 +33,29 @@ fn names() -> (Topic, Group) {
     (Topic::new("bench").expect("a name"), Group::new("bench").expect("a name"))
 }
 
-async fn backlog(keys: usize) -> StoreBroker {
-    let broker = StoreBroker::new(Arc::new(MemoryStore::new()));
+/// Where a backlog lies.
+#[derive(Clone, Copy, Debug)]
+enum Engine {
+    Memory,
+    #[cfg(feature = "embedded")]
+    File,
+}
+
+fn store(engine: Engine) -> (Arc<dyn Store>, Option<tempfile::TempDir>) {
+    match engine {
+        Engine::Memory => (Arc::new(MemoryStore::new()), None),
+        #[cfg(feature = "embedded")]
+        Engine::File => {
+            let folder = tempfile::tempdir().expect("a folder");
+            let file = folder.path().join("bench.db");
+            let store = SqliteStore::open(file, SqliteConfig::default()).expect("a store");
+            (Arc::new(store), Some(folder))
+        }
+    }
+}
+
+async fn backlog(store: Arc<dyn Store>, keys: usize) -> StoreBroker {
+    let broker = StoreBroker::new(store);
     let (topic, _) = names();
     for batch in 0..BACKLOG / 1000 {
         let events = (0..1000).map(|n| {
@@ -81,14 +106,22 @@ fn drain(c: &mut Criterion) {
     let mut group = c.benchmark_group("consumer/drain");
     group.throughput(Throughput::Elements(BACKLOG as u64)).sample_size(10);
     group.measurement_time(Duration::from_secs(5));
-    for keys in [0, 500] {
-        let name = if keys == 0 { "no_key" } else { "500_keys" };
-        let time = |work: fn(StoreBroker) -> futures_util::future::BoxFuture<'static, ()>| {
+    let cases = [
+        (Engine::Memory, 0),
+        (Engine::Memory, 500),
+        #[cfg(feature = "embedded")]
+        (Engine::File, 0),
+        #[cfg(feature = "embedded")]
+        (Engine::File, 500),
+    ];
+    for (engine, keys) in cases {
+        let time = |work: fn(StoreBroker) -> BoxFuture<'static, ()>| {
             let runtime = &runtime;
             move |rounds: u64| {
                 let mut total = Duration::ZERO;
                 for _ in 0..rounds {
-                    let broker = runtime.block_on(backlog(keys));
+                    let (store, _folder) = store(engine);
+                    let broker = runtime.block_on(backlog(store, keys));
                     let start = Instant::now();
                     runtime.block_on(work(broker));
                     total += start.elapsed();
@@ -96,10 +129,11 @@ fn drain(c: &mut Criterion) {
                 total
             }
         };
-        group.bench_function(format!("bare_loop/{name}"), |b| {
+        let case = format!("{engine:?}/{keys}_keys").to_lowercase();
+        group.bench_function(format!("{case}/bare_loop"), |b| {
             b.iter_custom(time(|broker| Box::pin(async move { bare_loop(&broker).await })));
         });
-        group.bench_function(format!("consumer/{name}"), |b| {
+        group.bench_function(format!("{case}/consumer"), |b| {
             b.iter_custom(time(|broker| Box::pin(async move { consumer(&broker).await })));
         });
     }

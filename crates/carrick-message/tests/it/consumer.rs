@@ -736,3 +736,63 @@ async fn a_span_links_to_the_events_trace_and_joins_it_only_when_young_and_asked
         assert_eq!(ORIGIN.contains(&trace), expected == "traceparent");
     }
 }
+
+/// On a real file, with threads: the same promises without a paused clock.
+#[cfg(feature = "embedded")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_consumers_on_a_file_finish_everything_in_order_per_key_though_handlers_fail() {
+    use carrick_store::engine::sqlite::{SqliteConfig, SqliteStore};
+
+    const EVENTS: usize = 4000;
+    const KEYS: usize = 50;
+    let folder = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open(folder.path().join("c.db"), SqliteConfig::default()).unwrap();
+    let broker = StoreBroker::new(Arc::new(store.clone()));
+    let (topic, group) = (Topic::new("orders").unwrap(), Group::new("billing").unwrap());
+    let keys: Vec<String> = (0..KEYS).map(|key| key.to_string()).collect();
+    for from in (0..EVENTS).step_by(1000) {
+        let events = (from..from + 1000).map(|n| event(n, Some(&keys[n % KEYS])).into());
+        broker.publish(&topic, events.collect()).await.unwrap();
+    }
+    let effects: Arc<Mutex<Vec<usize>>> = Arc::default();
+    let consume = || {
+        let effects = effects.clone();
+        let options = ConsumerOptions {
+            concurrency: 8,
+            backoff: Duration::from_millis(5),
+            max_backoff: Duration::from_millis(50),
+            ..options()
+        };
+        let config = ConsumerConfig::try_from(options).unwrap();
+        let handler = move |incoming: Incoming| {
+            let effects = effects.clone();
+            async move {
+                tokio::task::yield_now().await;
+                match (id(&incoming) % 20, incoming.attempt) {
+                    (3, 1) => return Err(HandlerError::transient("not at the first time")),
+                    (7, 1..=2) => panic!("not at the first two times"),
+                    _ => {}
+                }
+                effects.lock().push(id(&incoming));
+                Ok(())
+            }
+        };
+        Consumer::new(Arc::new(broker.clone()), topic.clone(), group.clone(), config, handler)
+            .spawn()
+    };
+    let (one, two) = (consume(), consume());
+    let patience = Instant::now() + Duration::from_secs(60);
+    while effects.lock().len() < EVENTS {
+        assert!(Instant::now() < patience, "{} done: {:?}", effects.lock().len(), one.status());
+        sleep(Duration::from_millis(10)).await;
+    }
+    let reports = [one.drain().await.unwrap().status, two.drain().await.unwrap().status];
+    assert_eq!(reports.iter().map(|report| report.handled).sum::<u64>(), EVENTS as u64);
+    assert_eq!(store.groups(&topic).await.unwrap()[0].1.backlog, 0);
+    let effects = effects.lock();
+    for key in 0..KEYS {
+        let of_key: Vec<usize> = effects.iter().copied().filter(|id| id % KEYS == key).collect();
+        assert_eq!(of_key, (key..EVENTS).step_by(KEYS).collect::<Vec<_>>(), "key {key}");
+    }
+    store.close().await;
+}
