@@ -1,1 +1,5 @@
-fn main(){}
+//! The `carrick` binary.
+
+fn main() -> std::process::ExitCode {
+    carrick_server::cli::main()
+}

@@ -25,11 +25,13 @@ pub mod wake;
 
 use std::fmt;
 
+use async_trait::async_trait;
 use carrick_core::name::Topic;
 
 pub use self::error::StoreError;
 
 /// Everything an engine offers, as one object that an operator chooses by URL.
+#[async_trait]
 pub trait Store:
     log::Log
     + lease::Queue
@@ -41,19 +43,12 @@ pub trait Store:
     + Sync
     + 'static
 {
-}
-
-impl<T> Store for T where
-    T: log::Log
-        + lease::Queue
-        + once::Once
-        + fence::Fence
-        + wake::Wake
-        + fmt::Debug
-        + Send
-        + Sync
-        + 'static
-{
+    /// Finishes what is under way, and gives up what the engine holds. Calls that come later answer
+    /// [`StoreError::Closed`].
+    ///
+    /// # Cancel safety
+    /// Closing goes on in the background.
+    async fn close(&self);
 }
 
 /// The name of a stream: a topic with its tenant.

@@ -12,6 +12,8 @@ pub mod sqlite;
 
 use std::sync::Arc;
 
+use async_trait::async_trait;
+
 use crate::{Store, StoreError};
 
 /// Opens the store that a URL names: `memory:`, `sqlite://path/to/file.db` or
@@ -42,5 +44,28 @@ pub async fn open(url: &str) -> Result<Arc<dyn Store>, StoreError> {
             // Only the scheme: the rest may hold a password.
             value: other.chars().take(80).collect(),
         }),
+    }
+}
+
+#[async_trait]
+impl Store for memory::MemoryStore {
+    async fn close(&self) {
+        Self::close(self).await;
+    }
+}
+
+#[cfg(feature = "sqlite")]
+#[async_trait]
+impl Store for sqlite::SqliteStore {
+    async fn close(&self) {
+        Self::close(self).await;
+    }
+}
+
+#[cfg(feature = "postgres")]
+#[async_trait]
+impl Store for postgres::PostgresStore {
+    async fn close(&self) {
+        Self::close(self).await;
     }
 }

@@ -1,0 +1,138 @@
+//! The commands. Exit codes: 0 done, 1 failed, 2 wrong flags or configuration, 4 the hub or the
+//! database cannot be reached.
+
+mod check;
+mod dead;
+mod publish;
+mod relay;
+mod tail;
+mod up;
+
+use std::{fmt, process::ExitCode, time::Duration};
+
+use carrick_core::config::InvalidConfig;
+use clap::{Args, Parser, Subcommand};
+
+use crate::client::{Answer, Client, Unreachable};
+
+/// Joins services: without losing, doubling, reordering or hanging anything.
+#[derive(Debug, Parser)]
+#[command(name = "carrick", version, arg_required_else_help = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Starts the hub.
+    Up(up::Up),
+    /// Carries the outbox of your own database to a hub.
+    Relay(relay::RelayArguments),
+    /// Publishes events, from arguments or line by line from standard input.
+    Publish(publish::Publish),
+    /// Follows a topic.
+    Tail(tail::Tail),
+    /// Looks at what is stuck, and un-sticks it.
+    Dead(dead::Dead),
+    /// Checks a configuration, and shows its arithmetic.
+    Check(check::Check),
+}
+
+/// How to reach a hub.
+#[derive(Debug, Args)]
+struct Hub {
+    /// The hub's URL.
+    #[arg(long, env = "CARRICK_URL", default_value = "http://127.0.0.1:7070")]
+    hub: String,
+    /// A bearer token of the hub.
+    #[arg(long, env = "CARRICK_TOKEN", hide_env_values = true)]
+    token: Option<String>,
+    /// Output for machines.
+    #[arg(long)]
+    json: bool,
+}
+
+impl Hub {
+    fn client(&self) -> anyhow::Result<Client> {
+        Client::new(&self.hub, self.token.as_deref()).map_err(|error| Usage(error).into())
+    }
+}
+
+/// Wrong flags or configuration.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+struct Usage(#[from] anyhow::Error);
+
+/// How long a request of the command line may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs the command that the arguments name.
+pub fn main() -> ExitCode {
+    let Arguments { command } = Arguments::parse();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        // Reads of the store block; they are few at a time by the store's own bound.
+        .max_blocking_threads(32)
+        .enable_all()
+        .build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&anyhow::Error::new(error).context("cannot start")),
+    };
+    let result = runtime.block_on(async {
+        match command {
+            Command::Up(up) => up.run().await,
+            Command::Relay(relay) => relay.run().await,
+            Command::Publish(publish) => publish.run().await,
+            Command::Tail(tail) => tail.run().await,
+            Command::Dead(dead) => dead.run().await,
+            Command::Check(check) => check.run(),
+        }
+    });
+    // Reads that block must not hold the process up.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&error),
+    }
+}
+
+fn fail(error: &anyhow::Error) -> ExitCode {
+    eprintln!("carrick: {error:#}");
+    let is = |code: fn(&(dyn std::error::Error + 'static)) -> bool| error.chain().any(code);
+    if is(|error| error.is::<Usage>() || error.is::<InvalidConfig>()) {
+        ExitCode::from(2)
+    } else if is(|error| error.is::<Unreachable>()) {
+        ExitCode::from(4)
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// An answer that is not what was hoped for.
+#[derive(Debug)]
+struct Refused(Answer);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the hub says {}: {}", self.0.status.as_u16(), self.0.problem())
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// The body of an answer that is a 2xx.
+fn accepted(answer: Answer) -> anyhow::Result<Answer> {
+    if answer.status.is_success() { Ok(answer) } else { Err(Refused(answer).into()) }
+}
+
+/// A name that goes into a path.
+fn name(text: &str) -> Result<String, String> {
+    carrick_core::name::Topic::new(text)
+        .map(|topic| topic.name().to_owned())
+        .map_err(|error| error.to_string())
+}
+
+fn span(text: &str) -> Result<Duration, String> {
+    carrick_core::config::duration::parse(text).map_err(|error| error.to_string())
+}
