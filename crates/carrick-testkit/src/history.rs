@@ -107,9 +107,9 @@ pub enum Violation {
         /// Place in the list.
         at: usize,
         /// What came too late.
-        fact: Fact,
+        fact: Box<Fact>,
         /// What had come too early.
-        after: Fact,
+        after: Box<Fact>,
     },
     /// Nobody produced it, or not like this.
     #[error("invented: {what} {at} is {fact}, but {produced}")]
@@ -217,7 +217,7 @@ fn in_order(
         if let Some(before) = latest.insert(key, fact)
             && before.version >= fact.version
         {
-            let (fact, after) = (fact.clone(), before.clone());
+            let (fact, after) = (Box::new(fact.clone()), Box::new(before.clone()));
             return Err(Violation::OutOfOrder { what, at, fact, after });
         }
     }

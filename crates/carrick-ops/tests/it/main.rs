@@ -1,0 +1,1 @@
+//! Tests of health, drain and telemetry from outside.
