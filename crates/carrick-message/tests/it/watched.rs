@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use carrick_core::name::Group;
 use carrick_store::{
-    StoreError, Stream,
+    Store, StoreError, Stream,
     engine::memory::MemoryStore,
     fence::{Acquired, Fence, FenceToken},
     lease::{
@@ -234,5 +234,12 @@ impl Wake for Watched {
 
     fn backstop(&self) -> Duration {
         self.inner.backstop()
+    }
+}
+
+#[async_trait]
+impl Store for Watched {
+    async fn close(&self) {
+        self.inner.close().await;
     }
 }
