@@ -5,6 +5,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
+use carrick_core::problem::{PROBLEM, Problem};
 use http::{
     StatusCode,
     header::{CACHE_CONTROL, CONTENT_TYPE},
@@ -28,7 +29,8 @@ fn livez(health: &Health) -> Response {
         return answer(json!({ "status": "alive", "event_loop_lag_ms": lag_ms }));
     }
     let detail = format!("the event loop is {lag:?} late");
-    problem("not alive", &detail, json!({ "event_loop_lag_ms": lag_ms }))
+    let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, detail);
+    refusal(&problem.with("event_loop_lag_ms", lag_ms))
 }
 
 fn readyz(health: &Health) -> Response {
@@ -37,7 +39,8 @@ fn readyz(health: &Health) -> Response {
         return answer(json!({ "status": "ready" }));
     }
     let reasons: Vec<_> = readiness.unready.iter().map(|own| own.reason.as_str()).collect();
-    problem("not ready", &reasons.join("; "), json!({ "conditions": readiness.unready }))
+    let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, reasons.join("; "));
+    refusal(&problem.with("conditions", json!(readiness.unready)))
 }
 
 /// Always 200: it is a report and no verdict, so that nobody can hang a probe on it.
@@ -53,13 +56,8 @@ fn answer(body: serde_json::Value) -> Response {
     (headers, body.to_string()).into_response()
 }
 
-/// RFC 9457, with the members of `more` beside the standard ones.
-fn problem(title: &str, detail: &str, more: serde_json::Value) -> Response {
-    let mut body =
-        json!({ "type": "about:blank", "title": title, "status": 503, "detail": detail });
-    if let (Some(body), serde_json::Value::Object(more)) = (body.as_object_mut(), more) {
-        body.extend(more);
-    }
-    let headers = [(CACHE_CONTROL, "no-store"), (CONTENT_TYPE, "application/problem+json")];
-    (StatusCode::SERVICE_UNAVAILABLE, headers, body.to_string()).into_response()
+fn refusal(problem: &Problem) -> Response {
+    let headers = [(CACHE_CONTROL, "no-store"), (CONTENT_TYPE, PROBLEM)];
+    let body = serde_json::to_string(problem).expect("a problem has string keys");
+    (StatusCode::SERVICE_UNAVAILABLE, headers, body).into_response()
 }

@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use carrick_core::trace::TraceContext;
 use opentelemetry::{
     Context,
     trace::{
@@ -120,15 +121,15 @@ impl<T: Tracer> Tracer for Linking<T> {
 
         let links: Vec<_> = link_text
             .iter()
-            .flat_map(|text| text.split(',').take(MAX_LINKS))
-            .filter_map(parse)
-            .map(Link::with_context)
+            .flat_map(|text| super::trace::split(text).take(MAX_LINKS))
+            .map(|trace| Link::with_context(remote(&trace)))
             .collect();
         let has_links = !links.is_empty();
         builder.links.get_or_insert_default().extend(links);
 
-        if let Some(remote) = parent_text.as_deref().and_then(parse) {
-            return self.0.build_with_context(builder, &parent.with_remote_span_context(remote));
+        if let Some(trace) = parent_text.and_then(|text| text.parse().ok()) {
+            let parent = parent.with_remote_span_context(remote(&trace));
+            return self.0.build_with_context(builder, &parent);
         }
         if has_links {
             // A root: neither the span around it nor what it links to is its parent (M5).
@@ -138,15 +139,10 @@ impl<T: Tracer> Tracer for Linking<T> {
     }
 }
 
-fn parse(text: &str) -> Option<SpanContext> {
-    let text = text.trim();
-    if !super::trace::is_traceparent(text) {
-        return None;
-    }
-    let trace = TraceId::from_hex(&text[3..35]).ok()?;
-    let span = SpanId::from_hex(&text[36..52]).ok()?;
-    let flags = TraceFlags::new(u8::from_str_radix(&text[53..55], 16).ok()?) & TraceFlags::SAMPLED;
-    Some(SpanContext::new(trace, span, flags, true, TraceState::NONE))
+fn remote(trace: &TraceContext) -> SpanContext {
+    let flags = if trace.is_sampled() { TraceFlags::SAMPLED } else { TraceFlags::NOT_SAMPLED };
+    let (trace, span) = (TraceId::from(trace.trace_id().0), SpanId::from(trace.span_id().0));
+    SpanContext::new(trace, span, flags, true, TraceState::NONE)
 }
 
 fn context(id: &span::Id, dispatch: &Dispatch) -> Option<SpanContext> {
