@@ -64,6 +64,13 @@ impl Default for PostgresOptions {
 }
 
 /// Settings the engine can rely on.
+///
+/// ```
+/// # use carrick_store::engine::postgres::{PostgresConfig, PostgresOptions};
+/// let options = PostgresOptions { max_connections: 1, ..PostgresOptions::default() };
+/// let wrong = PostgresConfig::try_from(options).unwrap_err();
+/// assert_eq!(wrong.to_string(), "max-connections must be 2 to 200, not 1");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "PostgresOptions")]
 pub struct PostgresConfig {

@@ -42,6 +42,19 @@ pub use self::config::{PostgresConfig, PostgresOptions};
 /// A store in a Postgres database. Clones share it.
 ///
 /// Dropping the last clone stops its tasks; [`PostgresStore::close`] lets them finish.
+///
+/// ```no_run
+/// # // It needs a server.
+/// # use carrick_store::{Stream, engine::postgres::*, log::{Log, NewRecord}};
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let url = "postgres://carrick@127.0.0.1/shop?schema=messages";
+/// let store = PostgresStore::connect(url, PostgresConfig::default()).await?;
+/// let record = NewRecord { body: "hello".into(), ..NewRecord::default() };
+/// let appended = store.append(&Stream::new("greetings")?, vec![record]).await?;
+/// println!("durable under {}", appended[0].seq());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 pub struct PostgresStore(Arc<Inner>);
 

@@ -251,6 +251,7 @@ async fn several_processes_keep_the_order_of_keys_and_lose_nothing() {
         by_key.entry(key).or_default().push((seq, fence));
     }
     for worker in workers {
+        assert!(!worker.is_finished(), "a worker was told of an error");
         worker.abort();
     }
     for (key, mut done) in by_key {
@@ -263,6 +264,29 @@ async fn several_processes_keep_the_order_of_keys_and_lose_nothing() {
     for store in stores {
         store.close().await;
     }
+    scratch.drop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs Postgres: ./test starts one"]
+async fn a_claim_with_something_in_hand_does_not_look_through_the_whole_log() {
+    let scratch = Scratch::new();
+    let store = scratch.store().await;
+    let orders = stream("orders");
+    let mut records = vec![record("k", "x"); 900];
+    records[1] = record("", "free");
+    store.append(&orders, records).await.unwrap();
+    assert_eq!(seqs(&claimed(&store, 1).await), [1]);
+    let claims = store.claim(&orders, &group("billing"), claim(10)).await.unwrap();
+    assert_eq!(seqs(&claims.claimed), [2]);
+    let now = claims.claimed[0].first_claimed_at;
+    assert!(claims.next_ready.is_some_and(|at| at <= now), "there is more to look at");
+    let stats = store.groups(&orders).await.unwrap()[0].1;
+    assert_eq!((stats.leased, stats.waiting, stats.backlog), (2, 100, 900));
+    // With nothing in hand it looks further, for there might be something.
+    assert!(claimed(&store, 10).await.is_empty());
+    assert_eq!(store.groups(&orders).await.unwrap()[0].1.waiting, 898);
+    store.close().await;
     scratch.drop().await;
 }
 

@@ -18,43 +18,68 @@ use crate::{
     micros,
 };
 
-/// Bytes read ahead for the claims of one transaction.
+/// Bytes of bodies read ahead for the claims of one transaction.
 const AHEAD_BYTES: usize = 8 * 1024 * 1024;
 
 /// Records read ahead in one statement at least: keys that are blocked take some of them.
 const AHEAD_RECORDS: usize = 32;
 
+/// Once a claim has something, it passes at most so many records of blocked keys, or as many as it
+/// asked for, in search of more: each is one more to keep in memory and in the journal. A claim that
+/// has nothing goes on to the end of the log, or to the bound on what may wait.
+const PASSED: usize = 100;
+
 /// Records of the log after the cursor, read for all claims of a transaction together.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
-    rows: VecDeque<(New, Record)>,
+    rows: VecDeque<(New, Option<Record>)>,
     /// The claims still to be filled want so many.
     records: usize,
-    bytes: usize,
+    /// Whether something was read already: what comes after that is mostly for keys that are
+    /// blocked, so it comes without bodies.
+    again: bool,
     /// There is no more in the log.
     at_end: bool,
 }
 
 impl Ahead {
     pub(super) fn for_claims(claims: impl Iterator<Item = Claim>) -> Self {
-        let mut ahead = Self::default();
-        for claim in claims {
-            ahead.records = ahead.records.saturating_add(claim.records);
-            ahead.bytes = ahead.bytes.saturating_add(claim.bytes);
-        }
-        ahead
+        Self { records: claims.map(|claim| claim.records).sum(), ..Self::default() }
     }
 }
 
-type Row = (i64, i64, Option<Vec<u8>>, Vec<u8>, Option<i64>, Option<i64>, i64);
+/// Number, stored at, key, body, due, expires, size, and the last number in the log.
+type Row = (i64, i64, Option<Vec<u8>>, Option<Vec<u8>>, Option<i64>, Option<i64>, i32, i64);
 
 impl Work<'_> {
     pub(super) async fn claim(&mut self, claim: Claim) -> Result<Claims, Failure> {
-        let lease = micros::of(claim.lease);
-        let mut filling = self.state.claim(claim.records, claim.bytes, lease);
-        let mut bodies = self.fetch(&filling.taken).await?;
-        filling.taken.retain(|&seq| {
-            let there = bodies.contains_key(&seq);
+        let mut filling = self.state.claim(claim.records, claim.bytes, micros::of(claim.lease));
+        let mut records: HashMap<Seq, Record> = HashMap::new();
+        let passes = claim.records.max(PASSED);
+        let mut passed = 0;
+        while filling.room().0 > 0
+            && self.state.looks_further()
+            && (passed < passes || filling.taken.is_empty())
+        {
+            if self.ahead.rows.is_empty() && !self.read_ahead(filling.room().1).await? {
+                break;
+            }
+            let Some((new, _)) = self.ahead.rows.front() else { break };
+            let seq = new.seq;
+            if !self.state.offer(new.clone(), &mut filling) {
+                break;
+            }
+            let record = self.ahead.rows.pop_front().and_then(|(_, record)| record);
+            if filling.taken.last() != Some(&seq) {
+                passed += 1;
+            } else if let Some(record) = record {
+                records.insert(seq, record);
+            }
+        }
+        self.ahead.records = self.ahead.records.saturating_sub(claim.records);
+        self.fetch(&filling.taken, &mut records).await?;
+        filling.taken.retain(|seq| {
+            let there = records.contains_key(seq);
             if !there {
                 // Somebody removed it by hand. Without it the group would stand still for ever.
                 metrics::counter!("carrick_store_lost_records_total").increment(1);
@@ -62,26 +87,10 @@ impl Work<'_> {
                     stream = %self.group.stream, group = %self.group.group, seq,
                     "a waiting record is not in the log any more: skipped"
                 );
-                self.state.lost(seq);
+                self.state.lost(*seq);
             }
             there
         });
-
-        while filling.room().0 > 0 && self.state.looks_further() {
-            if self.ahead.rows.is_empty() && !self.read_ahead().await? {
-                break;
-            }
-            let Some((new, record)) = self.ahead.rows.front() else { break };
-            if !self.state.offer(new.clone(), &mut filling) {
-                break;
-            }
-            if filling.taken.last() == Some(&record.seq) {
-                bodies.insert(record.seq, record.clone());
-            }
-            self.ahead.rows.pop_front();
-        }
-        self.ahead.records = self.ahead.records.saturating_sub(claim.records);
-        self.ahead.bytes = self.ahead.bytes.saturating_sub(claim.bytes);
 
         let group = NonZeroU64::new(self.group.id.cast_unsigned())
             .ok_or(Refusal::Corrupt("a group without a number"))?;
@@ -90,7 +99,7 @@ impl Work<'_> {
         let claimed = filling
             .taken
             .iter()
-            .filter_map(|seq| Some((bodies.remove(seq)?, self.state.items().get(seq)?)))
+            .filter_map(|seq| Some((records.remove(seq)?, self.state.items().get(seq)?)))
             .map(|(record, item)| Claimed {
                 token: LeaseToken { group, seq: record.seq, fence: filling.fence },
                 attempt: item.attempt,
@@ -98,16 +107,30 @@ impl Work<'_> {
                 record,
             })
             .collect();
-        let next_ready = self.state.next_ready(&filling).map(micros::time);
+        // A claim that stopped half-way, with something in hand, left more to look at.
+        let more = filling.room().0 > 0
+            && self.state.looks_further()
+            && !(self.ahead.at_end && self.ahead.rows.is_empty());
+        let now = || self.state.now();
+        let next_ready = more.then(now).or_else(|| self.state.next_ready(&filling));
+        let next_ready = next_ready.map(micros::time);
         Ok(Claims { claimed, expired: filling.expired, next_ready })
     }
 
-    /// Reads records by their numbers.
-    async fn fetch(&mut self, seqs: &[Seq]) -> Result<HashMap<Seq, Record>, Failure> {
-        if seqs.is_empty() {
-            return Ok(HashMap::new());
+    /// Reads those of these records that are not there yet.
+    async fn fetch(
+        &mut self,
+        seqs: &[Seq],
+        records: &mut HashMap<Seq, Record>,
+    ) -> Result<(), Failure> {
+        let missing: Vec<i64> = seqs
+            .iter()
+            .filter(|seq| !records.contains_key(*seq))
+            .map(|seq| seq.cast_signed())
+            .collect();
+        if missing.is_empty() {
+            return Ok(());
         }
-        let seqs: Vec<i64> = seqs.iter().map(|seq| seq.cast_signed()).collect();
         let rows = self
             .db
             .query_as(
@@ -115,46 +138,55 @@ impl Work<'_> {
                  WHERE stream_id = $1 AND seq = ANY ($2)",
             )
             .bind(self.group.stream_id)
-            .bind(seqs)
+            .bind(missing)
             .fetch_all(self.tx.conn())
             .await?;
-        let by_seq = |row| {
+        records.extend(rows.into_iter().map(|row| {
             let record = record(row);
             (record.seq, record)
-        };
-        Ok(rows.into_iter().map(by_seq).collect())
+        }));
+        Ok(())
     }
 
-    /// Reads the next records of the log; `false` if there are none.
-    async fn read_ahead(&mut self) -> Result<bool, Failure> {
+    /// Reads the next records of the log, for a claim that still takes so many bytes; `false` if
+    /// there are none.
+    async fn read_ahead(&mut self, bytes: usize) -> Result<bool, Failure> {
         if self.ahead.at_end {
             return Ok(false);
         }
-        let records = self.ahead.records.clamp(AHEAD_RECORDS, MAX_BATCH);
+        let bodies = !self.ahead.again;
+        let records =
+            if bodies { self.ahead.records.clamp(AHEAD_RECORDS, MAX_BATCH) } else { MAX_BATCH };
+        // The other claims of the transaction want bodies too, so what is read is more than this
+        // one takes, and never nothing.
+        let bytes = if bodies { bytes.max(AHEAD_BYTES / 8).min(AHEAD_BYTES) } else { usize::MAX };
         let rows: Vec<Row> = self
             .db
             .query_as(
-                "SELECT seq, stored_at, key, body, due, expires, last FROM (
-                     SELECT next.*,
-                         sum(octet_length(body)) OVER (ORDER BY seq) - octet_length(body) AS before
-                     FROM (
-                         SELECT seq, stored_at, key, body, due, expires FROM carrick_log
+                "SELECT seq, stored_at, key, CASE WHEN $5 THEN body END, due, expires, size, last
+                 FROM (
+                     SELECT next.*, sum(size) OVER (ORDER BY seq) - size AS before FROM (
+                         SELECT seq, stored_at, key, body, due, expires,
+                             octet_length(body) AS size
+                         FROM carrick_log
                          WHERE stream_id = $1 AND seq > $2 ORDER BY seq LIMIT $3
                      ) AS next
                  ) AS sized CROSS JOIN (
                      SELECT seq AS last FROM carrick_log
                      WHERE stream_id = $1 ORDER BY seq DESC LIMIT 1
                  ) AS newest
-                 WHERE before = 0 OR before + octet_length(body) <= $4
+                 WHERE before = 0 OR before + size <= $4
                  ORDER BY seq",
             )
             .bind(self.group.stream_id)
             .bind(self.state.cursor().cast_signed())
             .bind(count(records))
-            .bind(count(self.ahead.bytes.min(AHEAD_BYTES)))
+            .bind(count(bytes))
+            .bind(bodies)
             .fetch_all(self.tx.conn())
             .await?;
-        for (seq, stored_at, key, body, due, expires, last) in rows {
+        self.ahead.again = true;
+        for (seq, stored_at, key, body, due, expires, size, last) in rows {
             self.ahead.at_end = seq == last;
             let new = New {
                 seq: seq.cast_unsigned(),
@@ -162,9 +194,10 @@ impl Work<'_> {
                 due,
                 expires,
                 stored: stored_at,
-                size: u32::try_from(body.len()).unwrap_or(u32::MAX),
+                size: u32::try_from(size).unwrap_or(0),
             };
-            self.ahead.rows.push_back((new, record((seq, stored_at, key, body))));
+            let record = body.map(|body| record((seq, stored_at, key, body)));
+            self.ahead.rows.push_back((new, record));
         }
         let any = !self.ahead.rows.is_empty();
         self.ahead.at_end |= !any;
