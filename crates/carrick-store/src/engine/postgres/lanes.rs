@@ -118,22 +118,18 @@ impl<K: Clone + Eq + Hash, C> Lane<K, C> {
 
     /// The next command; `None` once the lane has been without one for a while, or is closed.
     pub(super) async fn next(&mut self) -> Option<C> {
-        loop {
-            if let Ok(command) = tokio::time::timeout(IDLE, self.commands.recv()).await {
-                return command;
-            }
-            let senders = self.senders.upgrade()?;
-            let mut senders = senders.lock();
-            // A command may have come while the time ran out. Submitting takes the same lock, so
-            // none can come between this look and the end of the lane.
-            match self.commands.try_recv() {
-                Ok(command) => return Some(command),
-                Err(_) => {
-                    senders.remove(&self.key);
-                    return None;
-                }
-            }
+        if let Ok(command) = tokio::time::timeout(IDLE, self.commands.recv()).await {
+            return command;
         }
+        let senders = self.senders.upgrade()?;
+        let mut senders = senders.lock();
+        // A command may have come while the time ran out. Submitting takes the same lock, so none
+        // can come between this look and the end of the lane.
+        let command = self.commands.try_recv().ok();
+        if command.is_none() {
+            senders.remove(&self.key);
+        }
+        command
     }
 
     /// A command that is there already.

@@ -66,7 +66,8 @@ impl Db {
             for (name, value) in &settings {
                 begin.push_str(&format!("; SET LOCAL {name} = '{value}'"));
             }
-            url.statement_cache_capacity(0)
+            // PgBouncer refuses a connection that asks for a setting it does not know.
+            url.statement_cache_capacity(0).extra_float_digits(None)
         } else {
             url.options(settings)
         };

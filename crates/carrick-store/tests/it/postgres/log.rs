@@ -5,9 +5,7 @@ use std::time::Duration;
 use carrick_store::{
     StoreError,
     engine::postgres::PostgresOptions,
-    fence::{Acquired, Fence},
     log::{Appended, Log, NewRecord, ReadLimit},
-    once::{Once, OnceKey, Reserved},
     wake::Wake,
 };
 use sqlx::Connection;
@@ -168,29 +166,6 @@ async fn a_waiter_is_woken_by_another_process_and_at_once_by_its_own() {
     .await;
     here.close().await;
     there.close().await;
-    scratch.drop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "needs Postgres: ./test starts one"]
-async fn behind_a_transaction_pooler_no_session_state_is_left() {
-    let scratch = Scratch::new();
-    let options = PostgresOptions { pooler: true, max_connections: 2, ..scratch.options() };
-    let store = scratch.store_with(options).await;
-    let orders = stream("orders");
-    for n in 0..5 {
-        store.append(&orders, vec![record("k", n.to_string())]).await.unwrap();
-    }
-    assert_eq!(store.read(&orders, 0, ReadLimit::default()).await.unwrap().len(), 5);
-    let key = OnceKey { scope: "s".into(), key: "k".into(), fingerprint: 1 };
-    let hold = Duration::from_secs(30);
-    let Reserved::New(token) = store.reserve(&key, hold).await.unwrap() else { panic!() };
-    assert!(store.complete(&key, token, "done".into(), hold).await.unwrap());
-    assert_eq!(store.reserve(&key, hold).await.unwrap(), Reserved::Done("done".into()));
-    let Acquired::Held(fence) = store.acquire("lease", hold).await.unwrap() else { panic!() };
-    assert!(store.renew("lease", fence, hold).await.unwrap());
-    assert!(store.release_lease("lease", fence).await.unwrap());
-    store.close().await;
     scratch.drop().await;
 }
 

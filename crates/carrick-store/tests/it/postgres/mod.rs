@@ -6,6 +6,7 @@
 mod chaos;
 mod fence;
 mod log;
+mod pooler;
 mod queue;
 mod schema;
 mod server;

@@ -159,7 +159,7 @@ impl Work<'_> {
             if bodies { self.ahead.records.clamp(AHEAD_RECORDS, MAX_BATCH) } else { MAX_BATCH };
         // The other claims of the transaction want bodies too, so what is read is more than this
         // one takes, and never nothing.
-        let bytes = if bodies { bytes.max(AHEAD_BYTES / 8).min(AHEAD_BYTES) } else { usize::MAX };
+        let bytes = if bodies { bytes.clamp(AHEAD_BYTES / 8, AHEAD_BYTES) } else { usize::MAX };
         let rows: Vec<Row> = self
             .db
             .query_as(

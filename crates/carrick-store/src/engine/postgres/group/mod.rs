@@ -211,7 +211,7 @@ impl Work<'_> {
     async fn redrive(&mut self, select: &Select, limit: usize) -> Result<usize, Failure> {
         // No more than may wait: the rest is redriven when these have been worked on.
         let limit = limit.min(core::WAITING.saturating_sub(self.state.waiting()));
-        let (seqs, key, cause) = filter(select);
+        let Filter { seqs, key, cause } = Filter::new(select);
         type Row = (i64, i64, Option<i64>, Option<Vec<u8>>, i32);
         let rows: Vec<Row> = self
             .db
@@ -253,7 +253,7 @@ impl Work<'_> {
     }
 
     async fn purge(&mut self, select: &Select, limit: usize) -> Result<usize, Failure> {
-        let (seqs, key, cause) = filter(select);
+        let Filter { seqs, key, cause } = Filter::new(select);
         let purged = self
             .db
             .query(
@@ -340,13 +340,24 @@ impl Work<'_> {
     }
 }
 
-/// A selection as arguments of a statement: numbers, key, cause.
-fn filter(select: &Select) -> (Option<Vec<i64>>, Option<&[u8]>, Option<&[u8]>) {
-    match select {
-        Select::Seqs(seqs) => (Some(seqs.iter().map(|&seq| count(seq)).collect()), None, None),
-        Select::Key(key) => (None, Some(key.as_bytes()), None),
-        Select::Cause(cause) => (None, None, Some(cause.as_bytes())),
-        Select::All => (None, None, None),
+/// A selection as arguments of a statement: what is `None` restricts nothing.
+#[derive(Debug, Default)]
+struct Filter<'a> {
+    seqs: Option<Vec<i64>>,
+    key: Option<&'a [u8]>,
+    cause: Option<&'a [u8]>,
+}
+
+impl<'a> Filter<'a> {
+    fn new(select: &'a Select) -> Self {
+        let mut filter = Self::default();
+        match select {
+            Select::Seqs(seqs) => filter.seqs = Some(seqs.iter().map(|&seq| count(seq)).collect()),
+            Select::Key(key) => filter.key = Some(key.as_bytes()),
+            Select::Cause(cause) => filter.cause = Some(cause.as_bytes()),
+            Select::All => {}
+        }
+        filter
     }
 }
 
