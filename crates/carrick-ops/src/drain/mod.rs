@@ -127,7 +127,8 @@ impl Drain {
         self.0.closing.clone()
     }
 
-    /// Cancelled when the grace is over or somebody insisted: end what still runs.
+    /// Cancelled when the grace is over, when somebody insisted, or when nothing is left to wait for:
+    /// end what still runs.
     pub fn forced(&self) -> CancellationToken {
         self.0.forced.clone()
     }

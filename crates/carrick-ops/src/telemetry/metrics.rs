@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use ::metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use axum::{Router, response::IntoResponse, routing::get};
+use hashbrown::HashSet;
 use http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use parking_lot::RwLock;
@@ -57,10 +58,7 @@ impl Metrics {
             .and_then(|builder| {
                 builder.set_buckets_for_metric(Matcher::Suffix("_bytes".to_owned()), &BYTES)
             })
-            .and_then(|builder| {
-                // Every name ends in the empty suffix; longer ones come first.
-                builder.set_buckets_for_metric(Matcher::Suffix(String::new()), &COUNTS)
-            })
+            .and_then(|builder| builder.set_buckets(&COUNTS))
             .expect("the bounds are not empty");
         let recorder = builder.build_recorder();
         let handle = recorder.handle();
@@ -112,17 +110,32 @@ async fn scrape(metrics: Metrics) -> impl IntoResponse + use<> {
 struct Bounded<R> {
     inner: R,
     max: usize,
-    /// Hashes of the known keys, by kind of metric. A collision of two 64-bit hashes lets one series
-    /// more in.
-    known: RwLock<hashbrown::HashSet<(Kind, u64)>>,
+    known: RwLock<Known>,
     refused: Counter,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+/// The series there are. Whole keys: their own 64-bit hashes collide for labels that differ little.
+#[derive(Default)]
+struct Known {
+    /// By [`Kind`].
+    keys: [HashSet<Key>; 3],
+}
+
+#[derive(Clone, Copy)]
 enum Kind {
     Counter,
     Gauge,
     Histogram,
+}
+
+impl Known {
+    fn contains(&self, kind: Kind, key: &Key) -> bool {
+        self.keys[kind as usize].contains(key)
+    }
+
+    fn len(&self) -> usize {
+        self.keys.iter().map(HashSet::len).sum()
+    }
 }
 
 static OURS: Metadata<'static> =
@@ -136,13 +149,13 @@ impl<R: Recorder> Bounded<R> {
     }
 
     fn admits(&self, kind: Kind, key: &Key) -> bool {
-        let entry = (kind, key.get_hash());
-        if self.known.read().contains(&entry) {
+        if self.known.read().contains(kind, key) {
             return true;
         }
         let mut known = self.known.write();
-        if known.len() < self.max || known.contains(&entry) {
-            known.insert(entry);
+        // Somebody else may have been quicker.
+        if known.len() < self.max || known.contains(kind, key) {
+            known.keys[kind as usize].insert(key.clone());
             return true;
         }
         drop(known);

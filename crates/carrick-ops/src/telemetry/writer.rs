@@ -6,7 +6,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
+        mpsc::{Receiver, SyncSender, sync_channel},
     },
     thread,
     time::Duration,
@@ -19,7 +19,11 @@ use tracing_subscriber::fmt::MakeWriter;
 const WAITING: usize = 4_096;
 
 enum Order {
-    Line(Vec<u8>),
+    Line {
+        text: Vec<u8>,
+        /// Lines that were lost since the one before.
+        lost_before: u64,
+    },
     /// Answered once everything before it is written.
     Flush(SyncSender<()>),
 }
@@ -35,40 +39,39 @@ impl LogWriter {
     pub(super) fn start(out: impl Write + Send + 'static) -> io::Result<Self> {
         let (orders, queue) = sync_channel(WAITING);
         let lost = Arc::new(AtomicU64::new(0));
-        let told = Arc::clone(&lost);
-        thread::Builder::new().name("log".to_owned()).spawn(move || write(out, &queue, &told))?;
+        thread::Builder::new().name("log".to_owned()).spawn(move || write(out, &queue))?;
         Ok(Self { orders, lost })
     }
 
-    /// Waits until what was logged so far is written, at most `patience`.
-    pub(super) fn flush(&self, patience: Duration) {
+    /// Waits until what was logged so far is written, at most `patience`; tells whether it is.
+    pub(super) fn flush(&self, patience: Duration) -> bool {
         let (done, wait) = sync_channel(1);
         // A full queue means that the reader stands still: there is nothing to wait for.
-        if self.orders.try_send(Order::Flush(done)).is_ok() {
-            _ = wait.recv_timeout(patience);
-        }
+        self.orders.try_send(Order::Flush(done)).is_ok() && wait.recv_timeout(patience).is_ok()
     }
 
-    fn send(&self, line: Vec<u8>) {
-        match self.orders.try_send(Order::Line(line)) {
-            Ok(()) => {}
-            Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
-                self.lost.fetch_add(1, Ordering::Relaxed);
-                ::metrics::counter!("carrick_telemetry_log_lines_lost_total").increment(1);
-            }
+    fn send(&self, text: Vec<u8>) {
+        let lost_before = self.lost.swap(0, Ordering::Relaxed);
+        if self.orders.try_send(Order::Line { text, lost_before }).is_err() {
+            self.lost.fetch_add(lost_before + 1, Ordering::Relaxed);
+            ::metrics::counter!("carrick_telemetry_log_lines_lost_total").increment(1);
         }
     }
 }
 
-fn write(mut out: impl Write, queue: &Receiver<Order>, lost: &AtomicU64) {
+fn write(mut out: impl Write, queue: &Receiver<Order>) {
     while let Ok(order) = queue.recv() {
-        let missing = lost.swap(0, Ordering::Relaxed);
-        if missing > 0 {
-            _ = writeln!(out, "... {missing} log lines were lost here: the reader stood still");
-        }
         // A closed standard error is no reason to end, and there is nowhere to tell it.
         match order {
-            Order::Line(line) => _ = out.write_all(&line),
+            Order::Line { text, lost_before } => {
+                if lost_before > 0 {
+                    _ = writeln!(
+                        out,
+                        "... {lost_before} log lines were lost: their reader stood still"
+                    );
+                }
+                _ = out.write_all(&text);
+            }
             Order::Flush(done) => {
                 _ = out.flush();
                 _ = done.try_send(());
@@ -148,17 +151,19 @@ mod tests {
         }
         assert!(seen.lock().is_empty(), "all lines were taken while the reader stood still");
         drop(go);
-        writer.flush(Duration::from_secs(10)); // may find the queue full
-        while !String::from_utf8_lossy(&seen.lock()).contains("lost here") {
-            writeln!(writer.make_writer(), "after").unwrap();
-            writer.flush(Duration::from_secs(10));
-        }
+        while !writer.flush(Duration::from_secs(10)) {} // the queue is full at first
+        writeln!(writer.make_writer(), "after").unwrap();
+        assert!(writer.flush(Duration::from_secs(10)));
         let seen = String::from_utf8(seen.lock().clone()).unwrap();
-        let written = seen.lines().filter(|line| line.starts_with("line ")).count();
-        let (_, rest) = seen.split_once("... ").unwrap();
+        let numbers: Vec<usize> =
+            seen.lines().filter_map(|line| line.strip_prefix("line ")?.parse().ok()).collect();
+        let (before, rest) = seen.split_once("... ").unwrap();
         let lost: usize = rest.split_once(' ').unwrap().0.parse().unwrap();
-        assert!(written >= WAITING, "{written}");
-        assert!(lost > 0 && written < sent);
-        assert!(seen.starts_with("line 0\nline 1\n"), "in order");
+        assert!(
+            numbers.len() >= WAITING && numbers.iter().copied().eq(0..numbers.len()),
+            "in order"
+        );
+        assert_eq!(lost, sent - numbers.len(), "every loss is told");
+        assert_eq!(before.lines().count(), numbers.len(), "where it happened");
     }
 }

@@ -1,1 +1,8 @@
-//! Tests of health, drain and telemetry from outside.
+//! Health, drain and telemetry from outside.
+
+mod drain;
+mod health;
+#[cfg(feature = "otlp")]
+mod otlp;
+mod signals;
+mod telemetry;
