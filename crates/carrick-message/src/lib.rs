@@ -11,5 +11,7 @@
 pub mod broker;
 pub mod consumer;
 pub mod dead_letter;
+#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 pub mod inbox;
+#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 pub mod outbox;

@@ -23,7 +23,6 @@ pub enum InboxError {
 }
 
 impl InboxError {
-    #[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
     pub(crate) fn database(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self::Database(Box::new(error))
     }

@@ -24,6 +24,7 @@
 mod error;
 #[cfg(any(feature = "rusqlite", feature = "sqlx-postgres"))]
 mod prune;
+#[cfg(any(feature = "rusqlite", feature = "sqlx-postgres"))]
 mod retention;
 #[cfg(feature = "rusqlite")]
 pub mod rusqlite;
@@ -37,12 +38,11 @@ use std::{borrow::Cow, time::Duration};
 
 use carrick_core::event::Event;
 
+pub use self::{error::InboxError, schema::COMPONENT};
 #[cfg(any(feature = "rusqlite", feature = "sqlx-postgres"))]
-pub use self::prune::Pruner;
 pub use self::{
-    error::InboxError,
+    prune::Pruner,
     retention::{Horizon, Retention, RetentionOptions},
-    schema::COMPONENT,
 };
 
 /// The most events of one batch.
@@ -135,7 +135,6 @@ pub enum Guarded {
 
 impl Guarded {
     /// The outcome for a version that was not written.
-    #[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
     fn refused(version: i64, current: Option<i64>, versions: Versions) -> Self {
         let current = match (current, versions) {
             (Some(current), _) => current,
@@ -152,7 +151,6 @@ impl Guarded {
         }
     }
 
-    #[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
     fn counted(self) -> Self {
         let outcome = match self {
             Self::Applied => "applied",
@@ -165,13 +163,11 @@ impl Guarded {
     }
 }
 
-#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 fn count(first: usize, duplicates: usize) {
     metrics::counter!("carrick_inbox_first_total").increment(first as u64);
     metrics::counter!("carrick_inbox_duplicates_total").increment(duplicates as u64);
 }
 
-#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 fn check_handler(handler: &str) -> Result<(), InboxError> {
     if (1..=200).contains(&handler.len()) {
         return Ok(());
@@ -180,7 +176,6 @@ fn check_handler(handler: &str) -> Result<(), InboxError> {
     Err(InboxError::Invalid { what: "handler", range: "1 to 200 bytes", value })
 }
 
-#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 fn check_batch(count: usize) -> Result<(), InboxError> {
     if count <= MAX_BATCH {
         return Ok(());

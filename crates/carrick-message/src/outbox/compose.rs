@@ -8,6 +8,8 @@ use bytes::Bytes;
 use carrick_core::{event::Event, name::Topic};
 use serde_json::value::RawValue;
 
+use super::error::chain;
+
 /// What a relay needs of a row to make its event.
 #[derive(Debug, Default)]
 pub(crate) struct Columns {
@@ -191,16 +193,4 @@ fn binary(out: &mut Vec<u8>, data: &[u8], content_type: Option<&str>) {
             out.push(b'"');
         }
     }
-}
-
-/// An error with its causes, in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut told = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        told.push_str(": ");
-        told.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    told
 }

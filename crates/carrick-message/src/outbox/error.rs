@@ -39,7 +39,6 @@ impl AppendError {
         matches!(self, Self::VersionTaken { .. })
     }
 
-    #[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
     pub(crate) fn database(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self::Database(Box::new(error))
     }
@@ -74,4 +73,16 @@ pub enum OutboxError {
     /// The store was closed.
     #[error("the outbox is closed")]
     Closed,
+}
+
+/// An error with its causes, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut told = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        told.push_str(": ");
+        told.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    told
 }

@@ -54,7 +54,7 @@ impl OutboxEvent {
             AppendError::Invalid {
                 field: "key",
                 range: "a text that an attribute may hold",
-                value: super::compose::chain(&error),
+                value: super::error::chain(&error),
             }
         })?;
         Ok(self)
@@ -78,7 +78,6 @@ impl OutboxEvent {
     }
 
     /// What is written into the row.
-    #[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
     pub(crate) fn fields(&self) -> Result<Fields, AppendError> {
         let key = self.event.partition_key().map(|key| key.to_string());
         if let Some(key) = &key {
@@ -104,7 +103,6 @@ impl OutboxEvent {
 }
 
 /// The columns that an append writes; the rest have defaults.
-#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 #[derive(Debug)]
 pub(crate) struct Fields {
     pub(crate) topic: String,
@@ -113,7 +111,6 @@ pub(crate) struct Fields {
     pub(crate) event: Event,
 }
 
-#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 impl Fields {
     pub(crate) fn document(&self) -> &str {
         std::str::from_utf8(self.event.as_json()).expect("an event is JSON, which is UTF-8")
@@ -130,7 +127,6 @@ impl Fields {
 
 /// The event with the current context's trace, unless it has one: a trace names where an event
 /// comes from, and is never overwritten.
-#[cfg(any(feature = "rusqlite", feature = "sqlx-sqlite", feature = "sqlx-postgres"))]
 fn traced(event: &Event) -> Event {
     if event.traceparent().is_some() {
         return event.clone();

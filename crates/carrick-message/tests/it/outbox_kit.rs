@@ -39,6 +39,7 @@ struct Inner {
     rule: Mutex<Option<Rule>>,
     delays: Mutex<HashMap<String, Duration>>,
     forgets: Mutex<bool>,
+    jitters: Mutex<bool>,
 }
 
 impl Recorder {
@@ -57,6 +58,12 @@ impl Recorder {
     /// Takes this long for a publish with an event of that key.
     pub(crate) fn delay(&self, key: &str, delay: Duration) {
         self.0.delays.lock().insert(key.to_owned(), delay);
+    }
+
+    /// Takes a while for each publish, another one for each, so that publishes under way together
+    /// end in any order.
+    pub(crate) fn jitter(&self) {
+        *self.0.jitters.lock() = true;
     }
 
     /// Takes events again that it has already, as after its dedupe window.
@@ -142,6 +149,9 @@ impl Broker for Recorder {
         };
         match longest {
             Some(delay) => sleep(delay).await,
+            None if *self.0.jitters.lock() => {
+                sleep(Duration::from_millis(rand::random_range(0..8))).await;
+            }
             None => tokio::task::yield_now().await,
         }
         if let Some(rule) = &*self.0.rule.lock()

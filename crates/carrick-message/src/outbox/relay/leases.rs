@@ -7,6 +7,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use carrick_store::fence::FenceToken;
 use hashbrown::HashMap;
 use tokio::{
     sync::{mpsc, watch},
@@ -32,7 +33,7 @@ pub(super) struct Leases {
     live: usize,
     held: Holdings,
     told: watch::Sender<Holdings>,
-    quiet: mpsc::Receiver<Bucket>,
+    quiet: mpsc::Receiver<(Bucket, FenceToken)>,
     log: LogLimit,
 }
 
@@ -42,7 +43,7 @@ impl Leases {
         relay: String,
         ttl: Duration,
         told: watch::Sender<Holdings>,
-        quiet: mpsc::Receiver<Bucket>,
+        quiet: mpsc::Receiver<(Bucket, FenceToken)>,
     ) -> Self {
         let held = HashMap::new();
         Self { store, relay, ttl, live: 1, held, told, quiet, log: LogLimit::default() }
@@ -65,8 +66,8 @@ impl Leases {
                     }
                     self.tell();
                 }
-                Some(bucket) = self.quiet.recv() => {
-                    if let Err(error) = self.let_go(bucket).await {
+                Some((bucket, token)) = self.quiet.recv() => {
+                    if let Err(error) = self.let_go(bucket, token).await {
                         self.complain(&error); // it ends by itself
                     }
                     self.tell();
@@ -133,16 +134,17 @@ impl Leases {
         sent + self.ttl * 9 / 10
     }
 
-    async fn let_go(&mut self, bucket: Bucket) -> Result<(), OutboxError> {
-        let Some(holding) = self.held.get(&bucket).filter(|holding| holding.leaving) else {
+    async fn let_go(&mut self, bucket: Bucket, token: FenceToken) -> Result<(), OutboxError> {
+        // What was said of an earlier lease on the bucket says nothing of this one.
+        let is_the_one = |holding: &Holding| holding.leaving && holding.token == token;
+        if !self.held.get(&bucket).is_some_and(is_the_one) {
             return Ok(());
-        };
-        let token = holding.token;
+        }
         self.held.remove(&bucket);
         self.store.release(&[(bucket, token)]).await
     }
 
-    fn tokens(&self, which: impl Fn(&Holding) -> bool) -> Vec<(Bucket, u64)> {
+    fn tokens(&self, which: impl Fn(&Holding) -> bool) -> Vec<(Bucket, FenceToken)> {
         let held = self.held.iter().filter(|(_, holding)| which(holding));
         held.map(|(bucket, holding)| (*bucket, holding.token)).collect()
     }
@@ -172,7 +174,7 @@ impl Leases {
     fn complain(&mut self, error: &OutboxError) {
         metrics::counter!("carrick_outbox_lease_errors_total").increment(1);
         if let Some(more) = self.log.pass(Instant::now()) {
-            let error = crate::outbox::compose::chain(error);
+            let error = crate::outbox::error::chain(error);
             warn!(%error, more, "leases cannot be renewed");
         }
     }

@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use carrick_store::fence::FenceToken;
 use futures_util::{
     FutureExt, StreamExt,
     future::{BoxFuture, Fuse, FusedFuture},
@@ -16,14 +17,14 @@ use tracing::{info, warn};
 
 use super::{
     config::RelayConfig,
-    core::{Batch, Bucket, Core, Found, Heading, Marks, Page, Read, Refusal, RefusalKind},
+    core::{Batch, Bucket, Core, Fetched, Heading, Marks, Page, Read, Refusal, RefusalKind},
     leases::Holdings,
     status::Progress,
 };
 use crate::{
     broker::{Broker, BrokerError},
     consumer::log_limit::LogLimit,
-    outbox::{OutboxError, Waker, compose::chain, store::OutboxStore},
+    outbox::{OutboxError, Waker, error::chain, store::OutboxStore},
 };
 
 /// The longest that a call to the database may take, above its own timeouts.
@@ -34,7 +35,7 @@ const REPORT: Duration = Duration::from_secs(1);
 /// What a read found.
 enum Answer {
     Scan(Page),
-    Lanes(Vec<Found>),
+    Lanes(Fetched),
     Sweep(Vec<Heading>),
 }
 
@@ -48,7 +49,7 @@ pub(super) struct Service {
     config: RelayConfig,
     waker: Waker,
     held: watch::Receiver<Holdings>,
-    quiet: mpsc::Sender<Bucket>,
+    quiet: mpsc::Sender<(Bucket, FenceToken)>,
     progress: watch::Sender<Progress>,
     core: Core,
     published: u64,
@@ -71,7 +72,7 @@ impl Service {
         config: RelayConfig,
         waker: Waker,
         held: watch::Receiver<Holdings>,
-        quiet: mpsc::Sender<Bucket>,
+        quiet: mpsc::Sender<(Bucket, FenceToken)>,
         progress: watch::Sender<Progress>,
     ) -> Self {
         let core = Core::new(config.limits.clone(), Instant::now());
@@ -150,7 +151,7 @@ impl Service {
         let call = async move {
             let answer = match &read {
                 Read::Scan(scan) => in_time(store.scan(scan)).await.map(Answer::Scan),
-                Read::Lanes(wanted) => in_time(store.fetch(wanted)).await.map(Answer::Lanes),
+                Read::Lanes(fetch) => in_time(store.fetch(fetch)).await.map(Answer::Lanes),
                 Read::Sweep(sweep) => in_time(store.sweep(sweep)).await.map(Answer::Sweep),
             };
             (read, answer)
@@ -189,7 +190,7 @@ impl Service {
         let now = Instant::now();
         match (read, answer) {
             (_, Ok(Answer::Scan(page))) => self.core.scanned(page, now),
-            (Read::Lanes(wanted), Ok(Answer::Lanes(rows))) => self.core.fetched(wanted, rows, now),
+            (Read::Lanes(fetch), Ok(Answer::Lanes(rows))) => self.core.fetched(fetch, rows, now),
             (Read::Sweep(sweep), Ok(Answer::Sweep(rows))) => self.core.swept(sweep, rows, now),
             (_, Ok(_)) => {} // an answer has the form of its question
             (_, Err(error)) => {
@@ -225,7 +226,7 @@ impl Service {
         let (accepted, failed) = (marks.accepted.len() as u64, marks.failed.len() as u64);
         match answer {
             Ok(marked) => {
-                self.core.marked(&marks);
+                self.core.marked(&marks, marked, now);
                 self.published += accepted;
                 self.failed += failed;
                 metrics::counter!("carrick_outbox_published_total").increment(accepted);
@@ -250,10 +251,10 @@ impl Service {
 
     /// Gives leases up whose buckets are to have another relay, once nothing is under way in them.
     fn let_go(&self) {
-        for (bucket, _) in self.held.borrow().iter().filter(|(_, holding)| holding.leaving) {
+        for (bucket, holding) in self.held.borrow().iter().filter(|(_, holding)| holding.leaving) {
             if self.core.is_quiet(*bucket) {
                 // Full: all of them are on their way already.
-                let _ = self.quiet.try_send(*bucket);
+                let _ = self.quiet.try_send((*bucket, holding.token));
             }
         }
     }

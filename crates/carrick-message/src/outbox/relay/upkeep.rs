@@ -17,7 +17,7 @@ use super::{config::RelayConfig, leases::Holdings, status::Progress};
 use crate::{
     consumer::log_limit::LogLimit,
     outbox::{
-        compose::chain,
+        error::chain,
         store::{Health, OutboxStore},
     },
 };

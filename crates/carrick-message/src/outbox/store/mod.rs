@@ -18,7 +18,7 @@ use super::{
     OutboxError,
     compose::{Columns, compose},
     relay::core::{
-        Bucket, Content, Found, Heading, LaneKey, Marks, Page, Scan, Seq, Sweep, Wanted,
+        Bucket, Content, Fetch, Fetched, Heading, LaneKey, Marks, Page, Scan, Seq, Sweep,
     },
 };
 
@@ -142,8 +142,8 @@ pub(crate) trait OutboxStore: fmt::Debug + Send + Sync + 'static {
     /// Reads the next unpublished rows, in order of their numbers.
     async fn scan(&self, scan: &Scan) -> Result<Page, OutboxError>;
 
-    /// Reads unpublished rows of some keys, in order, at most `ROWS_PER_LANE` of each.
-    async fn fetch(&self, wanted: &[Wanted]) -> Result<Vec<Found>, OutboxError>;
+    /// Reads unpublished rows of some keys.
+    async fn fetch(&self, fetch: &Fetch) -> Result<Fetched, OutboxError>;
 
     /// Reads where unpublished rows are.
     async fn sweep(&self, sweep: &Sweep) -> Result<Vec<Heading>, OutboxError>;

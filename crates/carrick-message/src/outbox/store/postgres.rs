@@ -34,7 +34,7 @@ use crate::outbox::{
     compose::Columns,
     notify::CHANNEL,
     relay::core::{
-        Bucket, Found, Heading, LaneKey, Marks, Page, ROWS_PER_LANE, Row, Scan, Seq, Snapshot,
+        Bucket, Fetch, Fetched, Found, Heading, LaneKey, Marks, Page, Row, Scan, Seq, Snapshot,
         Sweep, Wanted,
     },
     schema::POSTGRES_BUCKETS,
@@ -280,24 +280,23 @@ const SCAN: &str = concat!(
 );
 
 const FETCH: &str = concat!(
-    "SELECT ",
+    "SELECT * FROM (
+         SELECT o.*, sum(size) OVER (ORDER BY wanted.place, o.seq)::bigint - size AS before,
+             wanted.place
+         FROM unnest($1::bigint[], $2::text[], $3::text[], $4::bigint[]) WITH ORDINALITY
+             AS wanted (low, topic, key, high, place)
+         CROSS JOIN LATERAL (
+             SELECT ",
     columns!(),
-    " FROM unnest($1::bigint[], $2::text[], $3::text[]) WITH ORDINALITY
-          AS wanted (low, topic, key, place)
-     CROSS JOIN LATERAL (
-         SELECT * FROM carrick_outbox AS o
-         WHERE o.published_at IS NULL AND o.seq >= wanted.low
-           AND o.topic = wanted.topic AND o.key = wanted.key
-         ORDER BY o.seq LIMIT $4
-     ) AS o
-     ORDER BY wanted.place, o.seq"
-);
-
-const FETCH_SINGLE: &str = concat!(
-    "SELECT ",
-    columns!(),
-    " FROM carrick_outbox AS o
-     WHERE o.published_at IS NULL AND o.seq = ANY($1) ORDER BY o.seq"
+    ", (",
+    size!(),
+    ")::bigint AS size
+             FROM carrick_outbox AS o
+             WHERE o.published_at IS NULL AND o.seq >= wanted.low AND o.seq <= wanted.high
+               AND (wanted.key IS NULL OR o.topic = wanted.topic AND o.key = wanted.key)
+             ORDER BY o.seq LIMIT $5
+         ) AS o
+     ) AS o WHERE before < $6::bigint ORDER BY place, seq"
 );
 
 const SWEEP: &str = "SELECT seq, bucket, topic, key,
@@ -447,29 +446,37 @@ impl OutboxStore for PostgresOutbox {
         page(&rows, scan).map_err(failed)
     }
 
-    async fn fetch(&self, wanted: &[Wanted]) -> Result<Vec<Found>, OutboxError> {
-        let (mut lows, mut topics, mut keys, mut singles) = (vec![], vec![], vec![], vec![]);
-        for Wanted { lane, from, .. } in wanted {
-            match &**lane {
-                LaneKey::Keyed { topic, key } => {
-                    lows.push(from.cast_signed());
-                    topics.push(&**topic);
-                    keys.push(&**key);
-                }
-                LaneKey::Single(seq) => singles.push(seq.cast_signed()),
-            }
+    async fn fetch(&self, fetch: &Fetch) -> Result<Fetched, OutboxError> {
+        let (mut lows, mut topics, mut keys, mut highs) = (vec![], vec![], vec![], vec![]);
+        for Wanted { lane, from } in &fetch.wanted {
+            let (topic, key, high) = match &**lane {
+                LaneKey::Keyed { topic, key } => (Some(&**topic), Some(&**key), i64::MAX),
+                LaneKey::Single(seq) => (None, None, seq.cast_signed()),
+            };
+            lows.push(from.cast_signed());
+            topics.push(topic);
+            keys.push(key);
+            highs.push(high);
         }
-        let mut rows = Vec::new();
-        if !lows.is_empty() {
-            let keyed = self.query(FETCH).bind(lows).bind(topics).bind(keys);
-            let keyed = keyed.bind(limit(ROWS_PER_LANE)).fetch_all(&self.work);
-            rows.extend(keyed.await.map_err(failed)?);
+        let rows = self
+            .query(FETCH)
+            .bind(lows)
+            .bind(topics)
+            .bind(keys)
+            .bind(highs)
+            .bind(limit(fetch.rows))
+            .bind(limit(fetch.bytes))
+            .fetch_all(&self.work)
+            .await
+            .map_err(failed)?;
+        let mut fetched = Fetched::default();
+        let mut size = 0;
+        for row in &rows {
+            fetched.rows.push(found(row, 0).map_err(failed)?);
+            size += row.try_get::<i64, _>(19).map_err(failed)?;
         }
-        if !singles.is_empty() {
-            let single = self.query(FETCH_SINGLE).bind(singles).fetch_all(&self.work);
-            rows.extend(single.await.map_err(failed)?);
-        }
-        rows.iter().map(|row| found(row, 0)).collect::<Result<_, _>>().map_err(failed)
+        fetched.full = size >= limit(fetch.bytes);
+        Ok(fetched)
     }
 
     async fn sweep(&self, sweep: &Sweep) -> Result<Vec<Heading>, OutboxError> {

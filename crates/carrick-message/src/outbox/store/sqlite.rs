@@ -29,7 +29,7 @@ use crate::outbox::{
     COMPONENT, OutboxError,
     compose::Columns,
     relay::core::{
-        Bucket, Found, Heading, Marks, Page, ROWS_PER_LANE, Row, Scan, Seq, Sweep, Wanted,
+        Bucket, Fetch, Fetched, Found, Heading, LaneKey, Marks, Page, Row, Scan, Seq, Sweep, Wanted,
     },
 };
 
@@ -268,23 +268,23 @@ impl OutboxStore for SqliteOutbox {
             .await
     }
 
-    async fn fetch(&self, wanted: &[Wanted]) -> Result<Vec<Found>, OutboxError> {
-        use crate::outbox::relay::core::LaneKey;
-        let wanted = wanted.to_vec();
+    async fn fetch(&self, fetch: &Fetch) -> Result<Fetched, OutboxError> {
+        let fetch = fetch.clone();
         self.worker
             .call(move |conn| {
                 let select = |and: &str| {
                     format!(
                         "SELECT seq, attempts, {WAIT}, {COLUMNS} FROM carrick_outbox
-                         WHERE published_at IS NULL AND {and} ORDER BY seq LIMIT {ROWS_PER_LANE}"
+                         WHERE published_at IS NULL AND {and} ORDER BY seq"
                     )
                 };
                 let mut keyed = conn
                     .prepare_cached(&select("seq >= ?1 AND topic = ?2 AND key = ?3"))
                     .map_err(failed)?;
                 let mut single = conn.prepare_cached(&select("seq = ?1")).map_err(failed)?;
-                let mut rows = Vec::new();
-                for Wanted { lane, from, .. } in wanted {
+                let mut fetched = Fetched::default();
+                let mut size = 0;
+                for Wanted { lane, from } in fetch.wanted {
                     let from = from.cast_signed();
                     let found = match &*lane {
                         LaneKey::Keyed { topic, key } => {
@@ -292,11 +292,17 @@ impl OutboxStore for SqliteOutbox {
                         }
                         LaneKey::Single(_) => single.query_map([from], found_with_wait),
                     };
-                    for one in found.map_err(failed)? {
-                        rows.push(one.map_err(failed)?);
+                    for one in found.map_err(failed)?.take(fetch.rows) {
+                        let one = one.map_err(failed)?;
+                        size += one.row.bytes();
+                        fetched.rows.push(one);
+                        if size >= fetch.bytes {
+                            fetched.full = true;
+                            return Ok(fetched);
+                        }
                     }
                 }
-                Ok(rows)
+                Ok(fetched)
             })
             .await
     }

@@ -39,6 +39,14 @@ impl Row {
     }
 }
 
+/// A row that failed, and keeps the later ones of its key waiting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocked {
+    pub(crate) first: Seq,
+    /// When it is tried again.
+    pub(crate) until: Instant,
+}
+
 /// The state of one key.
 #[derive(Debug)]
 pub(crate) struct Lane {
@@ -49,8 +57,8 @@ pub(crate) struct Lane {
     pub(crate) in_flight: bool,
     /// Rows from this number on were seen and not kept.
     pub(crate) behind: Option<Seq>,
-    /// Its first row failed and is tried again then.
-    pub(crate) blocked: Option<Instant>,
+    /// Its first row failed.
+    pub(crate) blocked: Option<Blocked>,
     /// It is in a queue of lanes that may go.
     pub(crate) listed: bool,
 }

@@ -15,6 +15,7 @@ mod horizon;
 mod lane;
 mod pace;
 mod topics;
+mod types;
 
 use std::{
     cmp::Reverse,
@@ -29,18 +30,21 @@ use hashbrown::{HashMap, HashSet};
 use rand::Rng;
 use tokio::time::Instant;
 
-use self::{horizon::Horizon, lane::Lane, pace::Pace, topics::Topics};
-pub(crate) use self::{
-    horizon::{Pending, Snapshot},
-    lane::{Content, LaneKey, Row},
+#[cfg(feature = "sqlx-postgres")]
+pub(crate) use self::horizon::Snapshot;
+use self::{
+    horizon::Horizon,
+    lane::{Blocked, Lane},
+    pace::Pace,
+    topics::Topics,
 };
-use crate::broker::Outgoing;
-
-/// A row's number.
-pub(crate) type Seq = u64;
-/// A bucket's number.
-pub(crate) type Bucket = u16;
-type Key = Arc<LaneKey>;
+pub(crate) use self::{
+    lane::{Content, LaneKey, Row},
+    types::{
+        Accepted, Batch, Bucket, Failed, Fetch, Fetched, Found, Heading, Holding, Key, Marks, Page,
+        Read, Refusal, RefusalKind, Scan, Seq, Sweep, Wanted,
+    },
+};
 
 /// Bounds and times of a relay's decisions.
 #[derive(Clone, Debug)]
@@ -75,7 +79,7 @@ const MAX_BLOCKED: usize = 100_000;
 /// Lanes that one read serves.
 const LANES_PER_READ: usize = 32;
 /// Rows that one read takes for each of them.
-pub(crate) const ROWS_PER_LANE: usize = 200;
+const ROWS_PER_LANE: usize = 200;
 /// Headings of one page of a sweep.
 const SWEEP_PAGE: usize = 5000;
 /// Between two pages of a sweep: it is a backstop, and takes a small share of the time.
@@ -85,146 +89,6 @@ const MARKS: usize = 1000;
 /// Before a mark or a read that failed is tried again, at most.
 const DATABASE_BACKOFF: Backoff =
     Backoff { base: Duration::from_millis(50), cap: Duration::from_secs(5) };
-
-/// A lease on a bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Holding {
-    pub(crate) token: FenceToken,
-    /// No batch starts from here on, by the local clock.
-    pub(crate) until: Instant,
-    /// To be given to another relay: no batch starts, and what is under way is finished.
-    pub(crate) leaving: bool,
-}
-
-/// A row as a read found it.
-#[derive(Clone, Debug)]
-pub(crate) struct Found {
-    pub(crate) row: Row,
-    pub(crate) lane: LaneKey,
-    /// Not to be tried before; by the database's clock, counted from the read.
-    pub(crate) wait: Option<Duration>,
-}
-
-/// Where an unpublished row is, without what is in it.
-#[derive(Clone, Debug)]
-pub(crate) struct Heading {
-    pub(crate) seq: Seq,
-    pub(crate) bucket: Bucket,
-    pub(crate) lane: LaneKey,
-    pub(crate) wait: Option<Duration>,
-}
-
-/// What to read.
-#[derive(Clone, Debug)]
-pub(crate) enum Read {
-    /// The next rows of all keys.
-    Scan(Scan),
-    /// Rows of some keys.
-    Lanes(Vec<Wanted>),
-    /// Headings after a number, up to another.
-    Sweep(Sweep),
-}
-
-/// The next rows of all keys.
-#[derive(Clone, Debug)]
-pub(crate) struct Scan {
-    pub(crate) buckets: Vec<Bucket>,
-    pub(crate) after: Seq,
-    pub(crate) pending: Vec<Pending>,
-    /// In memory already: need not be sent again.
-    pub(crate) known: Vec<Seq>,
-    pub(crate) rows: usize,
-    pub(crate) bytes: usize,
-}
-
-/// Headings of rows `after..=upto`.
-#[derive(Clone, Debug)]
-pub(crate) struct Sweep {
-    pub(crate) after: Seq,
-    pub(crate) upto: Seq,
-    pub(crate) rows: usize,
-}
-
-/// Rows of one key, from a number on.
-#[derive(Clone, Debug)]
-pub(crate) struct Wanted {
-    pub(crate) lane: Key,
-    pub(crate) from: Seq,
-}
-
-/// What a scan found.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Page {
-    /// In order of their numbers.
-    pub(crate) rows: Vec<Found>,
-    /// The last row, or a number up to which there is nothing more.
-    pub(crate) last: Option<Seq>,
-    /// It stopped at its bounds; there may be more.
-    pub(crate) full: bool,
-    pub(crate) snapshot: Option<Snapshot>,
-}
-
-/// A publish to make.
-#[derive(Debug)]
-pub(crate) struct Batch {
-    pub(crate) id: u64,
-    pub(crate) topic: Topic,
-    pub(crate) events: Vec<Outgoing>,
-}
-
-/// Why a publish failed.
-#[derive(Clone, Debug)]
-pub(crate) struct Refusal {
-    pub(crate) error: String,
-    pub(crate) kind: RefusalKind,
-}
-
-/// What may help.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RefusalKind {
-    /// The broker has too much to do, and said how long to leave it alone.
-    Overload(Duration),
-    /// The broker may take it later.
-    Transient,
-    /// The broker will not take it.
-    Permanent,
-}
-
-/// A row whose event the broker has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Accepted {
-    pub(crate) seq: Seq,
-    pub(crate) bucket: Bucket,
-    pub(crate) token: FenceToken,
-}
-
-/// A row that could not be published.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Failed {
-    pub(crate) seq: Seq,
-    pub(crate) bucket: Bucket,
-    pub(crate) token: FenceToken,
-    pub(crate) error: String,
-    pub(crate) delay: Duration,
-}
-
-/// Rows to mark, in one short transaction.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Marks {
-    pub(crate) accepted: Vec<Accepted>,
-    pub(crate) failed: Vec<Failed>,
-}
-
-impl Marks {
-    fn is_empty(&self) -> bool {
-        self.accepted.is_empty() && self.failed.is_empty()
-    }
-
-    fn seqs(&self) -> impl Iterator<Item = Seq> {
-        let accepted = self.accepted.iter().map(|row| row.seq);
-        accepted.chain(self.failed.iter().map(|row| row.seq))
-    }
-}
 
 #[derive(Debug)]
 struct Flight {
@@ -247,6 +111,8 @@ pub(crate) struct Core {
     /// Rows marked since the current read began: it may still tell of them as unpublished.
     settled: HashSet<Seq>,
     reading: bool,
+    /// Leases changed since the current read began: it may have left out rows that are ours now.
+    read_is_stale: bool,
     read_failures: u32,
     scan_is_next: bool,
     /// Lanes whose rows are to be fetched.
@@ -276,6 +142,7 @@ impl Core {
             bytes: 0,
             settled: HashSet::new(),
             reading: false,
+            read_is_stale: false,
             read_failures: 0,
             scan_is_next: true,
             hungry: VecDeque::new(),
@@ -337,6 +204,7 @@ impl Core {
             return;
         }
         self.forget_lanes(&broken);
+        self.read_is_stale |= self.reading;
         if broken.iter().any(|bucket| self.holdings.contains_key(bucket)) {
             self.horizon.rewind();
             self.pace.wake(now);
@@ -363,11 +231,15 @@ impl Core {
                 held.remove(&row.seq);
                 *bytes -= row.bytes();
             }
+            lane.listed = false;
+            // While its rows are in flight, or the failure of its first one is not written yet, a
+            // lane keeps later ones from overtaking them, also under the next lease: no read brings
+            // those rows.
+            if lane.blocked.is_some_and(|blocked| held.contains(&blocked.first)) {
+                return true;
+            }
             *blocked -= usize::from(lane.blocked.take().is_some());
             lane.behind = None;
-            lane.listed = false;
-            // While its rows are in flight a lane keeps later ones from overtaking them, also under
-            // the next lease.
             lane.in_flight
         });
     }
@@ -388,7 +260,8 @@ impl Core {
             let wanted = self.take_hungry();
             if !wanted.is_empty() {
                 self.reading = true;
-                return Some(Read::Lanes(wanted));
+                let rows = (self.room() / wanted.len()).clamp(1, ROWS_PER_LANE);
+                return Some(Read::Lanes(Fetch { wanted, rows, bytes: self.room_for_bytes() }));
             }
         }
         if may_scan {
@@ -409,6 +282,14 @@ impl Core {
             && self.bytes < self.limits.buffer_bytes
     }
 
+    fn room(&self) -> usize {
+        self.limits.buffer.saturating_sub(self.held.len())
+    }
+
+    fn room_for_bytes(&self) -> usize {
+        self.limits.buffer_bytes.saturating_sub(self.bytes)
+    }
+
     fn scan(&self) -> Scan {
         let buckets = self.holdings.iter().filter(|(_, holding)| !holding.leaving);
         let floor = self.horizon.floor();
@@ -417,8 +298,8 @@ impl Core {
             after: self.horizon.after(),
             pending: self.horizon.pending().to_vec(),
             known: self.held.iter().copied().filter(|seq| *seq > floor).collect(),
-            rows: self.limits.page.min(self.limits.buffer - self.held.len()),
-            bytes: self.limits.buffer_bytes - self.bytes,
+            rows: self.limits.page.min(self.room()),
+            bytes: self.room_for_bytes(),
         }
     }
 
@@ -439,6 +320,11 @@ impl Core {
 
     /// Takes in what a scan found.
     pub(crate) fn scanned(&mut self, page: Page, now: Instant) {
+        if self.read_is_stale {
+            // Its rows may lie above others of the same keys that were not asked for, or were
+            // forgotten since.
+            return self.read_ended();
+        }
         self.horizon.advance(page.last, page.full, page.snapshot.as_ref());
         self.pace.looked(page.rows.len(), page.full, now);
         for found in page.rows {
@@ -447,29 +333,32 @@ impl Core {
         self.read_ended();
     }
 
-    /// Takes in the rows of some keys, of each at most [`ROWS_PER_LANE`].
-    pub(crate) fn fetched(&mut self, wanted: &[Wanted], rows: Vec<Found>, now: Instant) {
-        let mut counts: HashMap<Key, (usize, Seq)> = HashMap::with_capacity(wanted.len());
-        for one in wanted {
-            if let Some(lane) = self.lanes.get_mut(&one.lane) {
-                lane.behind = None;
-                counts.insert(Arc::clone(&one.lane), (0, one.from));
+    /// Takes in the rows of some keys.
+    pub(crate) fn fetched(&mut self, fetch: &Fetch, fetched: Fetched, now: Instant) {
+        let mut rows = fetched.rows.into_iter().peekable();
+        // What was read before leases changed is read again, as far as it is ours.
+        let mut is_over = self.read_is_stale;
+        for Wanted { lane: key, from } in &fetch.wanted {
+            if is_over {
+                self.tend(key, now);
+                continue;
             }
-        }
-        for found in rows {
-            if let Some((count, last)) = counts.get_mut(&found.lane) {
-                *count += 1;
-                *last = found.row.seq;
+            if let Some(lane) = self.lanes.get_mut(key) {
+                lane.behind = None;
+            }
+            let (mut count, mut next) = (0, *from);
+            while let Some(found) = rows.next_if(|found| found.lane == **key) {
+                count += 1;
+                next = found.row.seq + 1;
                 self.arrive(found, now);
             }
-        }
-        for (key, (count, last)) in counts {
-            if let Some(lane) = self.lanes.get_mut(&key)
-                && count == ROWS_PER_LANE
+            is_over = fetched.full && rows.peek().is_none();
+            if let Some(lane) = self.lanes.get_mut(key)
+                && (is_over || count == fetch.rows)
             {
-                lane.leave_behind(last + 1);
+                lane.leave_behind(next);
             }
-            self.tend(&key, now);
+            self.tend(key, now);
         }
         self.read_ended();
     }
@@ -484,10 +373,10 @@ impl Core {
             }
             let key = self.key(lane);
             let lane = self.lanes.entry(Arc::clone(&key)).or_insert_with(|| Lane::new(bucket));
-            if lane.blocked.is_some() && lane.behind == Some(seq) && wait.is_none() {
-                self.unblock(&key);
-            } else {
-                lane.leave_behind(seq);
+            let is_first = lane.blocked.is_some_and(|blocked| blocked.first == seq);
+            lane.leave_behind(seq);
+            if is_first && wait.is_none() {
+                self.unblock(&key); // somebody wants it tried again now
             }
             self.tend(&key, now);
         }
@@ -504,8 +393,8 @@ impl Core {
         self.pace.later(pause, now);
         match read {
             Read::Scan(_) => {}
-            Read::Lanes(wanted) => {
-                for one in wanted {
+            Read::Lanes(fetch) => {
+                for one in &fetch.wanted {
                     self.tend(&one.lane, now);
                 }
             }
@@ -521,6 +410,7 @@ impl Core {
 
     fn read_ended(&mut self) {
         self.reading = false;
+        self.read_is_stale = false;
         self.read_failures = 0;
         self.settled.clear();
     }
@@ -544,13 +434,13 @@ impl Core {
         }
         let key = self.key(lane);
         let lane = self.lanes.entry(Arc::clone(&key)).or_insert_with(|| Lane::new(row.bucket));
-        if lane.blocked.is_some() {
-            if lane.behind == Some(row.seq) && wait.is_none() {
-                // Somebody wants it tried again now.
-                self.unblock(&key);
-                return self.tend(&key, now);
+        if let Some(blocked) = lane.blocked {
+            lane.leave_behind(row.seq);
+            if blocked.first == row.seq && wait.is_none() {
+                self.unblock(&key); // somebody wants it tried again now
+                self.tend(&key, now);
             }
-            return lane.leave_behind(row.seq);
+            return;
         }
         let is_first = lane.queue.is_empty() && !lane.in_flight && lane.behind.is_none();
         if let Some(wait) = wait
@@ -558,7 +448,9 @@ impl Core {
         {
             return self.block(&key, row.seq, now + wait);
         }
-        if lane.behind.is_some() || wait.is_some() || lane.queue.len() >= self.limits.buffer / 4 {
+        let is_full =
+            lane.queue.len() >= self.limits.buffer / 4 || self.held.len() >= self.limits.buffer;
+        if lane.behind.is_some() || wait.is_some() || is_full {
             lane.leave_behind(row.seq);
             return self.tend(&key, now);
         }
@@ -636,7 +528,7 @@ impl Core {
         }
         lane.leave_behind(seq);
         lane.listed = false;
-        if lane.blocked.replace(until).is_none() {
+        if lane.blocked.replace(Blocked { first: seq, until }).is_none() {
             self.blocked += 1;
         }
         self.waiting.push(Reverse((until, Arc::clone(key))));
@@ -656,15 +548,15 @@ impl Core {
                 return;
             }
             let Some(Reverse((until, key))) = self.waiting.pop() else { return };
-            let Some(lane) = self.lanes.get(&key).filter(|lane| lane.blocked == Some(until)) else {
-                continue; // unblocked or blocked anew since
-            };
-            if lane.behind.is_some_and(|seq| self.held.contains(&seq)) {
-                // Its failure is not written yet.
-                let later = now + self.limits.idle_poll;
-                let lane = self.lanes.get_mut(&key).expect("it was there a line above");
-                lane.blocked = Some(later);
-                self.waiting.push(Reverse((later, key)));
+            let lane = self.lanes.get_mut(&key);
+            let Some(blocked) = lane.and_then(|lane| lane.blocked.as_mut()) else { continue };
+            if blocked.until != until {
+                continue; // blocked anew since
+            }
+            if self.held.contains(&blocked.first) {
+                // Its failure is not written yet, so a read would not bring it.
+                blocked.until = now + self.limits.idle_poll;
+                self.waiting.push(Reverse((blocked.until, key)));
                 continue;
             }
             self.unblock(&key);
@@ -702,7 +594,7 @@ impl Core {
             if !std::mem::take(&mut lane.listed) || lane.in_flight || lane.blocked.is_some() {
                 continue; // forgotten meanwhile, and a new lane of that key is listed by itself
             }
-            if !lane.queue.front().is_some_and(|row| row.content.is_ok()) {
+            if lane.queue.front().is_none_or(|row| row.content.is_err()) {
                 self.tend(&key, now);
                 continue;
             }
@@ -820,10 +712,14 @@ impl Core {
         })
     }
 
-    /// Marks are in the table, or refused because the lease has a new holder.
-    pub(crate) fn marked(&mut self, marks: &Marks) {
+    /// So many of the marks are in the table; the others were refused because the lease is another
+    /// one now. If that is ours again, a sweep finds what it left unpublished.
+    pub(crate) fn marked(&mut self, marks: &Marks, written: usize, now: Instant) {
         self.marking = false;
         self.mark_failures = 0;
+        if written < marks.accepted.len() + marks.failed.len() {
+            (self.sweep_after, self.next_sweep) = (0, now);
+        }
         for seq in marks.seqs() {
             self.held.remove(&seq);
             if self.reading {
