@@ -95,7 +95,7 @@ async fn append(
 ) -> Result<Vec<Appended>, Failure> {
     let mut tries = Tries::default();
     loop {
-        match try_append(db, stream, records).await {
+        match db.within(try_append(db, stream, records)).await {
             Err(failure) if tries.again(&failure).await => {}
             outcome => return outcome,
         }

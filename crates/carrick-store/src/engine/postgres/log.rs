@@ -65,20 +65,22 @@ impl Log for PostgresStore {
         limit: ReadLimit,
     ) -> Result<Vec<Record>, StoreError> {
         check::read(limit)?;
-        let Some(id) = self.db().find_stream(stream).await? else {
-            return nothing_after(after, EMPTY);
+        let Some(id) = self.find(stream).await? else {
+            return EMPTY.check(after).map(|()| Vec::new());
         };
-        let records = self.read_from(id, after, limit).await?;
+        let records = self.db().within(self.read_from(id, after, limit)).await?;
         if records.first().is_some_and(|first| first.seq - 1 == after) {
             return Ok(records);
         }
         // Nothing, or not what comes next: the bounds tell why.
-        nothing_after(after, self.bounds_of(id).await?)
+        let bounds = self.db().within(self.bounds_of(id)).await?;
+        // What there is may have come a moment ago: the next read finds it.
+        bounds.check(after).map(|()| Vec::new())
     }
 
     async fn bounds(&self, stream: &Stream) -> Result<Bounds, StoreError> {
-        match self.db().find_stream(stream).await? {
-            Some(id) => Ok(self.bounds_of(id).await?),
+        match self.find(stream).await? {
+            Some(id) => Ok(self.db().within(self.bounds_of(id)).await?),
             None => Ok(EMPTY),
         }
     }
@@ -88,7 +90,7 @@ impl Log for PostgresStore {
         after: Option<&Stream>,
         limit: usize,
     ) -> Result<Vec<(Stream, Bounds)>, StoreError> {
-        let rows = self.list_streams(after, limit).await?;
+        let rows = self.db().within(self.list_streams(after, limit)).await?;
         rows.into_iter()
             .map(|(name, first, last)| {
                 let stream = name.parse().map_err(|error| StoreError::Engine(Box::new(error)))?;
@@ -98,8 +100,8 @@ impl Log for PostgresStore {
     }
 
     async fn trim(&self, stream: &Stream, trim: Trim) -> Result<usize, StoreError> {
-        match self.db().find_stream(stream).await? {
-            Some(id) => Ok(self.trim_stream(id, trim).await?),
+        match self.find(stream).await? {
+            Some(id) => Ok(self.db().within(self.trim_stream(id, trim)).await?),
             None => Ok(0),
         }
     }
@@ -107,19 +109,11 @@ impl Log for PostgresStore {
 
 const EMPTY: Bounds = Bounds { first: 1, last: 0 };
 
-/// The answer when there is no record to give.
-fn nothing_after(after: Seq, bounds: Bounds) -> Result<Vec<Record>, StoreError> {
-    if after > bounds.last {
-        return Err(StoreError::Beyond { after, bounds });
-    }
-    if after + 1 < bounds.first {
-        return Err(StoreError::Trimmed { after, bounds });
-    }
-    // What there is may have come a moment ago: the next read finds it.
-    Ok(Vec::new())
-}
-
 impl PostgresStore {
+    pub(super) async fn find(&self, stream: &Stream) -> Result<Option<i64>, Failure> {
+        self.db().within(self.db().find_stream(stream)).await
+    }
+
     async fn read_from(
         &self,
         stream: i64,

@@ -221,10 +221,13 @@ async fn try_prepare(db: &Db, options: &PostgresOptions) -> Result<u64, Unprepar
 impl Fence for PostgresStore {
     async fn acquire(&self, name: &str, ttl: Duration) -> Result<Acquired, StoreError> {
         check::lease_name(name)?;
-        let mut session = self.db().lease().await?;
-        let acquired = crate::fence::postgres::acquire(session.conn(), name, ttl).await?;
-        session.finish().await?;
-        Ok(acquired)
+        let work = async {
+            let mut session = self.db().lease().await?;
+            let acquired = crate::fence::postgres::acquire(session.conn(), name, ttl).await?;
+            session.finish().await?;
+            Ok(acquired)
+        };
+        self.db().within(work).await
     }
 
     async fn renew(
@@ -234,18 +237,24 @@ impl Fence for PostgresStore {
         ttl: Duration,
     ) -> Result<bool, StoreError> {
         check::lease_name(name)?;
-        let mut session = self.db().lease().await?;
-        let renewed = crate::fence::postgres::renew(session.conn(), name, token, ttl).await?;
-        session.finish().await?;
-        Ok(renewed)
+        let work = async {
+            let mut session = self.db().lease().await?;
+            let renewed = crate::fence::postgres::renew(session.conn(), name, token, ttl).await?;
+            session.finish().await?;
+            Ok(renewed)
+        };
+        self.db().within(work).await
     }
 
     async fn release_lease(&self, name: &str, token: FenceToken) -> Result<bool, StoreError> {
         check::lease_name(name)?;
-        let mut session = self.db().lease().await?;
-        let released = crate::fence::postgres::release(session.conn(), name, token).await?;
-        session.finish().await?;
-        Ok(released)
+        let work = async {
+            let mut session = self.db().lease().await?;
+            let released = crate::fence::postgres::release(session.conn(), name, token).await?;
+            session.finish().await?;
+            Ok(released)
+        };
+        self.db().within(work).await
     }
 }
 

@@ -114,11 +114,11 @@ impl Queue for PostgresStore {
     }
 
     async fn groups(&self, stream: &Stream) -> Result<Vec<(Group, GroupStats)>, StoreError> {
-        let Some(stream_id) = self.db().find_stream(stream).await? else {
+        let Some(stream_id) = self.find(stream).await? else {
             return Ok(Vec::new());
         };
         let mut groups = Vec::new();
-        for name in self.group_names(stream_id).await? {
+        for name in self.db().within(self.group_names(stream_id)).await? {
             let group: Group = name.parse().map_err(|error| StoreError::Engine(Box::new(error)))?;
             let Some(found) = self.find_group(stream, &group).await? else { continue };
             match self.ask(found, What::Stats).await? {
@@ -137,7 +137,7 @@ impl Queue for PostgresStore {
         limit: usize,
     ) -> Result<Vec<DeadLetter>, StoreError> {
         match self.find_group(stream, group).await? {
-            Some(group) => Ok(self.list_dead(&group, after, limit).await?),
+            Some(group) => Ok(self.db().within(self.list_dead(&group, after, limit)).await?),
             None => Ok(Vec::new()),
         }
     }
@@ -206,9 +206,21 @@ impl PostgresStore {
         if let Some(found) = self.0.groups_known.lock().by_name.get(&name) {
             return Ok(Some(Arc::clone(found)));
         }
+        let row = self.db().within(self.read_group_named(stream, group)).await?;
+        let (stream, group) = name;
+        Ok(row.map(|(id, stream_id)| {
+            self.0.groups_known.lock().insert(GroupRef { id, stream_id, stream, group })
+        }))
+    }
+
+    async fn read_group_named(
+        &self,
+        stream: &Stream,
+        group: &Group,
+    ) -> Result<Option<(i64, i64)>, Failure> {
         let db = self.db();
         let mut session = db.single().await?;
-        let row: Option<(i64, i64)> = db
+        let row = db
             .query_as(
                 "SELECT one.id, one.stream_id FROM carrick_stream AS stream
                  JOIN carrick_group AS one ON one.stream_id = stream.id
@@ -219,10 +231,7 @@ impl PostgresStore {
             .fetch_optional(session.conn())
             .await?;
         session.finish().await?;
-        let (stream, group) = name;
-        Ok(row.map(|(id, stream_id)| {
-            self.0.groups_known.lock().insert(GroupRef { id, stream_id, stream, group })
-        }))
+        Ok(row)
     }
 
     async fn group_by_id(&self, id: u64) -> Result<Option<Arc<GroupRef>>, StoreError> {
@@ -230,7 +239,9 @@ impl PostgresStore {
         if let Some(found) = self.0.groups_known.lock().by_id.get(&id) {
             return Ok(Some(Arc::clone(found)));
         }
-        let Some((stream_id, stream, group)) = self.read_group(id).await? else { return Ok(None) };
+        let Some((stream_id, stream, group)) = self.db().within(self.read_group(id)).await? else {
+            return Ok(None);
+        };
         let unreadable = |error| StoreError::Engine(Box::new(error));
         let stream = stream.parse().map_err(unreadable)?;
         let group = group.parse().map_err(unreadable)?;

@@ -11,7 +11,7 @@ use sqlx::{
     postgres::{PgArguments, PgConnectOptions, PgPoolOptions},
     query::{Query, QueryAs},
 };
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::config::PostgresOptions;
@@ -50,6 +50,8 @@ pub(super) struct Db {
     /// removed, so what it holds stays true.
     streams: Mutex<HashMap<Stream, i64>>,
     schema: String,
+    /// After so long a server that has not answered is taken for gone.
+    limit: Duration,
     /// What a transaction begins with.
     begin: String,
     /// Whether a session is left as it was found, and statements have no names.
@@ -96,9 +98,20 @@ impl Db {
             notices: pool(1),
             streams: Mutex::default(),
             schema: options.schema.clone(),
+            // A connection, a lock and the statements have their own limits, which the server keeps.
+            // This one is for a server, or a network, that says nothing more.
+            limit: options.acquire_timeout + 2 * options.statement_timeout,
             begin,
             pooler: options.pooler,
         }
+    }
+
+    /// Waits for work with the database, but not for ever.
+    pub(super) async fn within<T, E: From<Failure>>(
+        &self,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
+        timeout(self.limit, work).await.unwrap_or_else(|_silent| Err(Failure::Silent.into()))
     }
 
     /// Begins a transaction, with an advisory lock of its own as its first act.
@@ -269,6 +282,8 @@ pub(super) enum Failure {
     Before(Arc<sqlx::Error>),
     /// While it was asked for: if the connection broke, nobody knows.
     Commit(Arc<sqlx::Error>),
+    /// It said nothing more; what it did is unknown.
+    Silent,
     /// It was not the database.
     Refused(Refusal),
 }
@@ -306,10 +321,10 @@ impl Failure {
     pub(super) fn told(&self) -> StoreError {
         let error = match self {
             Self::Before(error) | Self::Commit(error) => Arc::clone(error),
+            Self::Silent => return StoreError::Engine("the database does not answer".into()),
             Self::Refused(refusal) => return StoreError::Engine(Box::new(refusal.clone())),
         };
         match (&*error, code(&error).as_deref()) {
-            (sqlx::Error::PoolTimedOut, _) => StoreError::Overloaded,
             (sqlx::Error::PoolClosed, _) => StoreError::Closed,
             // read_only_sql_transaction, disk_full
             (_, Some("25006" | "53100")) => StoreError::ReadOnly(Box::new(error)),
@@ -324,7 +339,7 @@ impl Failure {
         let (error, before) = match self {
             Self::Before(error) => (error, true),
             Self::Commit(error) => (error, false),
-            Self::Refused(_) => return false,
+            Self::Silent | Self::Refused(_) => return false,
         };
         match code(error).as_deref() {
             // serialization_failure, deadlock_detected: the database undid it.

@@ -12,12 +12,23 @@ use std::{
 
 use carrick_core::name::Group;
 use carrick_store::{
-    engine::postgres::PostgresStore,
+    engine::postgres::{PostgresOptions, PostgresStore},
+    fence::{Acquired, Fence},
     lease::{Claim, Queue, Settle, Settled},
     log::{Log, NewRecord, ReadLimit},
     wake::Wake,
 };
-use tokio::task::JoinHandle;
+use sqlx::{ConnectOptions, postgres::PgConnectOptions};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::watch,
+    task::JoinHandle,
+    time::timeout,
+};
 
 use super::{Scratch, record, server::OwnServer, stream, until};
 
@@ -171,15 +182,91 @@ async fn nothing_acknowledged_is_lost_when_connections_are_killed() {
     scratch.drop().await;
 }
 
+/// A network before the server of `url`, which passes nothing on while it is frozen.
+async fn network(url: &str, mut frozen: watch::Receiver<bool>) -> String {
+    let server: PgConnectOptions = url.parse().unwrap();
+    let address = format!("{}:{}", server.get_host(), server.get_port());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            frozen.wait_for(|frozen| !frozen).await.ok();
+            let Ok((client, _)) = listener.accept().await else { return };
+            let Ok(server) = TcpStream::connect(&address).await else { return };
+            client.set_nodelay(true).ok();
+            server.set_nodelay(true).ok();
+            let (from_client, to_client) = client.into_split();
+            let (from_server, to_server) = server.into_split();
+            tokio::spawn(pass(from_client, to_server, frozen.clone()));
+            tokio::spawn(pass(from_server, to_client, frozen.clone()));
+        }
+    });
+    server.host("127.0.0.1").port(port).to_url_lossy().to_string()
+}
+
+async fn pass(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut frozen: watch::Receiver<bool>) {
+    let mut bytes = vec![0; 64 * 1024];
+    while let Ok(length @ 1..) = from.read(&mut bytes).await {
+        frozen.wait_for(|frozen| !frozen).await.ok();
+        if to.write_all(&bytes[..length]).await.is_err() {
+            return;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs Postgres: ./test starts one"]
+async fn nobody_waits_for_ever_when_the_network_goes_silent() {
+    let mut scratch = Scratch::new();
+    let direct = scratch.url.clone();
+    let (freeze, frozen) = watch::channel(false);
+    scratch.url = network(&direct, frozen).await;
+    let short = Duration::from_millis(300);
+    let options = PostgresOptions {
+        statement_timeout: short,
+        lock_timeout: short,
+        acquire_timeout: short,
+        ..scratch.options()
+    };
+    let store = scratch.store_with(options).await;
+    let (orders, billing) = (stream("orders"), Group::new("billing").unwrap());
+    let claim = Claim { records: 1, bytes: 100, lease: Duration::from_secs(60) };
+    store.append(&orders, vec![record("", "x")]).await.unwrap();
+    let claimed = store.claim(&orders, &billing, claim).await.unwrap().claimed;
+    let Acquired::Held(token) = store.acquire("lease", short * 100).await.unwrap() else {
+        panic!()
+    };
+    freeze.send(true).unwrap();
+    let patience = Duration::from_secs(10);
+    let (append, claims, settle, read, renew) = tokio::join!(
+        timeout(patience, store.append(&orders, vec![record("", "y")])),
+        timeout(patience, store.claim(&orders, &billing, claim)),
+        timeout(patience, store.settle(vec![(claimed[0].token, Settle::Ack)])),
+        timeout(patience, store.bounds(&orders)),
+        timeout(patience, store.renew("lease", token, short)),
+    );
+    assert!(append.expect("told in time").unwrap_err().is_transient());
+    assert!(claims.expect("told in time").unwrap_err().is_transient());
+    assert!(settle.expect("told in time").unwrap_err().is_transient());
+    assert!(read.expect("told in time").unwrap_err().is_transient());
+    assert!(renew.expect("told in time").unwrap_err().is_transient());
+    freeze.send(false).unwrap();
+    until("work goes on", async || {
+        store.append(&orders, vec![record("", "z")]).await.is_ok()
+            && store.claim(&orders, &billing, claim).await.is_ok()
+    })
+    .await;
+    store.close().await;
+    scratch.url = direct;
+    scratch.drop().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs Postgres: ./test starts one"]
 async fn a_killed_listener_listens_again() {
     let mut scratch = Scratch::new();
     scratch.name_connections();
-    let options = || carrick_store::engine::postgres::PostgresOptions {
-        poll: Duration::from_secs(10),
-        ..scratch.options()
-    };
+    let options = || PostgresOptions { poll: Duration::from_secs(10), ..scratch.options() };
     let (here, there) = (scratch.store_with(options()).await, scratch.store_with(options()).await);
     let waiter = here.waiter(&stream("orders"));
     for _ in 0..3 {

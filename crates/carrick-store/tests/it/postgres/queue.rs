@@ -269,6 +269,38 @@ async fn several_processes_keep_the_order_of_keys_and_lose_nothing() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs Postgres: ./test starts one"]
+async fn whoever_looks_in_vain_sees_what_others_did_since() {
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.store().await, scratch.store().await);
+    let (orders, billing) = (stream("orders"), group("billing"));
+    one.create_group(&orders, &billing, Start::Earliest).await.unwrap();
+    let in_vain = async || {
+        for _ in 0..3 {
+            assert!(claimed(&one, 10).await.is_empty());
+        }
+    };
+    in_vain().await;
+    two.append(&orders, vec![record("a", "x"), record("a", "y")]).await.unwrap();
+    let first = claimed(&one, 1).await;
+    assert_eq!(seqs(&first), [1], "an append");
+    in_vain().await;
+    two.settle(acks(&first)).await.unwrap();
+    let second = claimed(&one, 1).await;
+    assert_eq!(seqs(&second), [2], "an acknowledgement");
+    two.settle(vec![(second[0].token, Settle::Bury { cause: "x".into() })]).await.unwrap();
+    in_vain().await;
+    two.redrive(&orders, &billing, &Select::All, 10).await.unwrap();
+    let short = Claim { lease: Duration::from_secs(1), ..claim(1) };
+    let third = one.claim(&orders, &billing, short).await.unwrap().claimed;
+    assert_eq!(seqs(&third), [2], "a redrive");
+    until("a lease runs out", async || !claimed(&one, 1).await.is_empty()).await;
+    one.close().await;
+    two.close().await;
+    scratch.drop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs Postgres: ./test starts one"]
 async fn a_claim_with_something_in_hand_does_not_look_through_the_whole_log() {
     let scratch = Scratch::new();
     let store = scratch.store().await;
@@ -359,17 +391,20 @@ async fn a_snapshot_held_open_does_not_slow_claims() {
         // The end of the run is where what piled up would be felt.
         let mut last = times.split_off(times.len() * 3 / 4);
         last.sort_unstable();
-        last[last.len() / 2]
+        let (median, best) = (last[last.len() / 2], last[last.len() / 10]);
+        eprintln!("{topic}: claim of 50: median {median:?}, best tenth {best:?}");
+        best
     };
     run("warm", false).await;
-    // Other tests run beside this one: the better of two runs is what the engine does.
+    // Other tests run beside this one, now more, now fewer: the best tenth of two runs is what the
+    // engine does. What lies in the way would be in the way of those too.
     let (mut without, mut with) = (Duration::MAX, Duration::MAX);
     for round in 0..2 {
         without = without.min(run(&format!("without.{round}"), false).await);
         with = with.min(run(&format!("with.{round}"), true).await);
     }
     let ratio = with.as_secs_f64() / without.as_secs_f64();
-    eprintln!("claim of 50: median {without:?} without a snapshot, {with:?} with one: {ratio:.2}x");
+    eprintln!("claim of 50: {without:?} without a snapshot, {with:?} with one: {ratio:.2}x");
     assert!(ratio <= 2.0);
     store.close().await;
     scratch.drop().await;

@@ -32,7 +32,7 @@ use super::{
 };
 use crate::{
     StoreError, Stream,
-    lease::core::{self, Buried, New, Place, State},
+    lease::core::{self, Buried, New, State},
     lease::{BlockedKey, Claim, Claims, GroupStats, LeaseToken, Select, Settle, Settled, Start},
     log::Seq,
     micros,
@@ -123,9 +123,20 @@ async fn transact(
     known: &mut Option<Known>,
     batch: &[Command],
 ) -> Result<(Vec<Outcome>, bool), Failure> {
+    // Those who wait for something look again and again. The usual answer needs no transaction.
+    let only_claims = batch.iter().all(|command| matches!(command.what, What::Claim(_)));
+    if let Some(known) = known
+        && known.idle
+        && only_claims
+        && db.within(journal::is_quiet(db, group, known)).await.unwrap_or(false)
+    {
+        let next_ready = known.state.next_timer().map(micros::time);
+        let nothing = || Outcome::Claims(Claims { next_ready, ..Claims::default() });
+        return Ok((batch.iter().map(|_| nothing()).collect(), false));
+    }
     let mut tries = Tries::default();
     loop {
-        match try_transact(db, group, known.take(), batch).await {
+        match db.within(try_transact(db, group, known.take(), batch)).await {
             Ok((outcomes, freed, after)) => {
                 *known = Some(after);
                 return Ok((outcomes, freed));
@@ -164,8 +175,9 @@ async fn try_transact(
     let buried = mem::take(&mut work.buried);
     let frees = |command: &Command| !matches!(command.what, What::Claim(_) | What::Stats);
     let freed = batch.iter().any(frees) && known.state.has_ready();
-    journal::write(db, &mut tx, group.id, &mut known, &buried).await?;
+    let changed = journal::write(db, &mut tx, group.id, &mut known, &buried).await?;
     tx.commit().await?;
+    known.idle = !changed;
     Ok((outcomes, freed, known))
 }
 
@@ -188,7 +200,9 @@ impl Work<'_> {
             What::Redrive(select, limit) => Outcome::Count(self.redrive(select, *limit).await?),
             What::Purge(select, limit) => Outcome::Count(self.purge(select, *limit).await?),
             What::Skip(select, cause) => Outcome::Count(self.skip(select, cause)),
-            What::Blocked(after, limit) => Outcome::Blocked(self.blocked(*after, *limit)),
+            What::Blocked(after, limit) => {
+                Outcome::Blocked(self.state.blocked_keys(*after, *limit))
+            }
             What::Stats => Outcome::Stats(self.stats().await?),
         })
     }
@@ -281,35 +295,10 @@ impl Work<'_> {
     }
 
     fn skip(&mut self, select: &Select, cause: &str) -> usize {
-        let wanted: Vec<Seq> = self
-            .state
-            .blocked(0)
-            .filter(|(seq, key, item, _)| {
-                matches!(item.place, Place::Waiting(_)) && select.takes(*seq, Some(key), "")
-            })
-            .map(|(seq, ..)| seq)
-            .collect();
-        let skipped = wanted.len();
-        let buried = wanted.into_iter().map(|seq| self.state.bury(seq, cause));
-        self.buried.extend(buried);
-        skipped
-    }
-
-    fn blocked(&self, after: Seq, limit: usize) -> Vec<BlockedKey> {
-        self.state
-            .blocked(after)
-            .take(limit)
-            .map(|(head, key, item, behind)| BlockedKey {
-                key: key.to_string(),
-                head,
-                attempts: item.attempt,
-                ready_at: match item.place {
-                    Place::Leased(_) => None,
-                    Place::Waiting(at) => Some(micros::time(at)),
-                },
-                behind,
-            })
-            .collect()
+        let skipped = self.state.skip(select, cause);
+        let count = skipped.len();
+        self.buried.extend(skipped);
+        count
     }
 
     async fn stats(&mut self) -> Result<GroupStats, Failure> {
@@ -328,15 +317,7 @@ impl Work<'_> {
             .bind(self.state.cursor().cast_signed())
             .fetch_one(self.tx.conn())
             .await?;
-        let unseen = last.cast_unsigned().saturating_sub(self.state.cursor());
-        let oldest = self.state.items().values().next().map(|item| item.stored).or(next);
-        Ok(GroupStats {
-            backlog: self.state.items().len() as u64 + unseen,
-            leased: self.state.leased() as u64,
-            waiting: self.state.waiting() as u64,
-            dead: dead.cast_unsigned(),
-            oldest: oldest.map(micros::time),
-        })
+        Ok(self.state.stats(last.cast_unsigned(), next, dead.cast_unsigned()))
     }
 }
 
@@ -384,7 +365,7 @@ impl PostgresStore {
     ) -> Result<bool, Failure> {
         let mut tries = Tries::default();
         loop {
-            match try_make_group(self.db(), stream, group, start).await {
+            match self.db().within(try_make_group(self.db(), stream, group, start)).await {
                 Err(failure) if tries.again(&failure).await => {}
                 made => return made,
             }
