@@ -1,10 +1,18 @@
 //! Listeners: connections, TLS, and the end of both.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use anyhow::Context;
 use axum::Router;
 use carrick_ops::drain::Drain;
+use hyper::service::{Service, service_fn};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
     server::conn::auto,
@@ -12,13 +20,16 @@ use hyper_util::{
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use tokio::{
-    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::Semaphore,
 };
 use tokio_rustls::TlsAcceptor;
 
 use crate::config::{LimitOptions, TlsOptions};
+
+/// Connections too many that are told so at a time; the rest of a flood is cut without a word.
+const REFUSED: usize = 64;
 
 /// A socket that is open and not yet served.
 #[derive(Debug)]
@@ -72,13 +83,17 @@ impl Listener {
     /// Safe to drop: the socket is closed, connections go on until the drain ends them.
     pub async fn serve(self, router: Router, drain: Drain) {
         let places = Arc::new(Semaphore::new(self.limits.connections));
+        let refusals = Arc::new(Semaphore::new(REFUSED));
         let work = drain.work("connection");
+        // Held until nothing is accepted any more: a drain must not end between an acceptance and
+        // the guard for it.
+        let _accepting = work.begin();
         let mut http = auto::Builder::new(TokioExecutor::new());
         http.http1()
             .timer(TokioTimer::new())
-            .header_read_timeout(self.limits.receive)
-            .max_buf_size(64 * 1024)
-            .pipeline_flush(true);
+            // From the end of one request to the whole head of the next, so it is the idle time too.
+            .header_read_timeout(self.limits.idle)
+            .max_buf_size(64 * 1024);
         http.http2()
             .timer(TokioTimer::new())
             .max_concurrent_streams(256)
@@ -104,7 +119,13 @@ impl Listener {
             stream.set_nodelay(true).ok();
             let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
                 metrics::counter!("carrick_hub_connections_refused_total").increment(1);
-                tokio::spawn(refuse(stream));
+                if let Ok(place) = Arc::clone(&refusals).try_acquire_owned() {
+                    // Ends by itself within two seconds.
+                    tokio::spawn(async move {
+                        refuse(stream).await;
+                        drop(place);
+                    });
+                }
                 continue;
             };
             let (http, router, drain) = (Arc::clone(&http), router.clone(), drain.clone());
@@ -114,11 +135,11 @@ impl Listener {
             tokio::spawn(async move {
                 let _held = (place, guard);
                 match tls {
-                    None => connection(&http, stream, router, &drain).await,
+                    None => connection(&http, stream, router, &drain, patience).await,
                     Some(Tls(acceptor)) => {
                         let shaken = tokio::time::timeout(patience, acceptor.accept(stream)).await;
                         if let Ok(Ok(stream)) = shaken {
-                            connection(&http, stream, router, &drain).await;
+                            connection(&http, stream, router, &drain, patience).await;
                         }
                     }
                 }
@@ -132,11 +153,21 @@ async fn connection(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     router: Router,
     drain: &Drain,
+    patience: Duration,
 ) {
-    let serving = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let opened = AtomicBool::new(false);
+    let router = TowerToHyperService::new(router);
+    let service = service_fn(|request| {
+        opened.store(true, Ordering::Relaxed);
+        router.call(request)
+    });
+    let serving = http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(serving);
+    // Nobody else times a connection that never says which HTTP it speaks.
+    let opening = tokio::time::sleep(patience);
+    tokio::pin!(opening);
     let (closing, forced) = (drain.closing(), drain.forced());
-    let mut told = false;
+    let (mut told, mut timed) = (false, false);
     loop {
         tokio::select! {
             // A connection that breaks is the client's affair.
@@ -145,6 +176,13 @@ async fn connection(
                 told = true;
                 serving.as_mut().graceful_shutdown();
             }
+            () = &mut opening, if !timed => {
+                timed = true;
+                if !opened.load(Ordering::Relaxed) {
+                    metrics::counter!("carrick_hub_silent_connections_total").increment(1);
+                    return;
+                }
+            }
             () = forced.cancelled() => return,
         }
     }
@@ -152,12 +190,23 @@ async fn connection(
 
 /// Tells one connection too many that it is.
 async fn refuse(mut stream: TcpStream) {
-    const BUSY: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\n\
-        content-type: application/problem+json\r\ncontent-length: 91\r\nconnection: close\r\n\r\n\
-        {\"type\":\"about:blank\",\"title\":\"Service Unavailable\",\"status\":503,\
-        \"detail\":\"connections\"}   ";
-    // Whoever does not read it is gone in a second.
-    let told = tokio::time::timeout(Duration::from_secs(1), stream.write_all(BUSY)).await;
+    const PROBLEM: &str = r#"{"type":"about:blank","title":"Service Unavailable","status":503,"detail":"too many connections (limits.connections)"}"#;
+    let busy = format!(
+        "HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\n\
+         content-type: application/problem+json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n\
+         {PROBLEM}",
+        PROBLEM.len()
+    );
+    let tell = async {
+        stream.write_all(busy.as_bytes()).await?;
+        stream.shutdown().await?;
+        // What the client sent is taken and dropped: closed over it, the answer would be lost.
+        let mut unread = [0; 4096];
+        while stream.read(&mut unread).await? > 0 {}
+        std::io::Result::Ok(())
+    };
+    // Whoever does not read it is gone in two seconds.
+    let told = tokio::time::timeout(Duration::from_secs(2), tell).await;
     drop(told);
 }
 

@@ -23,13 +23,14 @@ pub(super) type Answer<T = Response<Body>> = Result<T, Refusal>;
 /// Why a request was not done.
 #[derive(Debug)]
 pub(super) struct Refusal {
-    problem: Problem,
+    /// Boxed: every answer that is none passes through many hands.
+    problem: Box<Problem>,
     retry_after: Option<u64>,
 }
 
 impl From<Problem> for Refusal {
     fn from(problem: Problem) -> Self {
-        Self { problem, retry_after: None }
+        Self { problem: Box::new(problem), retry_after: None }
     }
 }
 
@@ -42,14 +43,14 @@ impl Refusal {
     pub(super) fn busy(detail: &str, seconds: u64) -> Self {
         metrics::counter!("carrick_hub_shed_total").increment(1);
         Self {
-            problem: Problem::new(StatusCode::SERVICE_UNAVAILABLE, detail),
+            problem: Box::new(Problem::new(StatusCode::SERVICE_UNAVAILABLE, detail)),
             retry_after: Some(seconds),
         }
     }
 
     #[cfg(test)]
     pub(super) fn problem(self) -> Problem {
-        self.problem
+        *self.problem
     }
 }
 
@@ -115,7 +116,7 @@ impl IntoResponse for Refusal {
     fn into_response(self) -> Response<Body> {
         let status =
             StatusCode::from_u16(self.problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let body = serde_json::to_vec(&self.problem).expect("a problem is JSON");
+        let body = serde_json::to_vec(&*self.problem).expect("a problem is JSON");
         let mut response = Response::new(Body::from(body));
         *response.status_mut() = status;
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(PROBLEM));

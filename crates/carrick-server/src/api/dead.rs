@@ -1,7 +1,7 @@
 //! Dead letters and blocked keys: what an operator looks at, and does about it.
 
 use axum::{
-    extract::{Path, Request, State},
+    extract::{Request, State},
     http::{HeaderMap, StatusCode, Uri},
 };
 use carrick_core::{name::Topic, problem::Problem};
@@ -10,7 +10,7 @@ use carrick_store::log::{MAX_BATCH, Seq};
 use serde_json::{json as value, value::RawValue};
 
 use super::{
-    Api,
+    Api, Named,
     answer::{Answer, json},
     fields::Fields,
     topics::link,
@@ -57,7 +57,7 @@ impl<'a> Row<'a> {
 
 pub(super) async fn list(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     headers: HeaderMap,
     uri: Uri,
 ) -> Answer {
@@ -80,7 +80,7 @@ struct Rows<'a> {
 
 pub(super) async fn blocked(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     headers: HeaderMap,
     uri: Uri,
 ) -> Answer {
@@ -161,7 +161,7 @@ fn counted(name: &str, count: usize) -> Answer {
 
 pub(super) async fn redrive(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     request: Request,
 ) -> Answer {
     let (topic, group) = api.group(request.headers(), &topic, &group, Scope::Admin)?;
@@ -176,7 +176,7 @@ pub(super) async fn redrive(
 
 pub(super) async fn skip(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     request: Request,
 ) -> Answer {
     let (topic, group) = api.group(request.headers(), &topic, &group, Scope::Admin)?;
@@ -188,7 +188,7 @@ pub(super) async fn skip(
 
 pub(super) async fn purge(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     request: Request,
 ) -> Answer {
     let (topic, group) = api.group(request.headers(), &topic, &group, Scope::Admin)?;

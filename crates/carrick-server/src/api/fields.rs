@@ -1,6 +1,8 @@
 //! The members of a request's JSON, and the parameters of its query: each checked where it is read,
 //! so that a fault names its field, its range and its value. What is unknown is ignored.
 
+#![expect(clippy::result_large_err, reason = "a refused field ends its request: never hot")]
+
 use std::{fmt, ops::RangeInclusive, time::Duration};
 
 use carrick_core::{config::duration, problem::Problem};

@@ -4,7 +4,7 @@ use std::{fmt::Write, time::Duration};
 
 use axum::{
     body::Body,
-    extract::{Path, Request, State},
+    extract::{Request, State},
     http::{HeaderMap, Response, StatusCode},
 };
 use carrick_core::{
@@ -19,8 +19,8 @@ use serde_json::json as value;
 use tokio::time::Instant;
 
 use super::{
-    Api,
-    answer::{Answer, Refusal, json},
+    Api, Named,
+    answer::{Answer, json},
     fields::Fields,
     topics::MAX_WAIT,
 };
@@ -39,7 +39,7 @@ const MAX_DELAY: Duration = Duration::from_secs(30 * 86_400);
 
 pub(super) async fn list(
     State(api): State<Api>,
-    Path(topic): Path<String>,
+    Named(topic): Named<String>,
     headers: HeaderMap,
 ) -> Answer {
     let topic = api.0.guard.caller(&headers)?.topic(&topic, Scope::Admin)?;
@@ -64,7 +64,7 @@ pub(super) async fn list(
 /// `PUT …/groups/{group}`: makes a group, so that it gets events from now on.
 pub(super) async fn create(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     request: Request,
 ) -> Answer {
     let (topic, group) = api.group(request.headers(), &topic, &group, Scope::Consume)?;
@@ -82,11 +82,11 @@ pub(super) async fn create(
 /// `POST …/lease`: deliveries under lease, or a wait for them.
 pub(super) async fn lease(
     State(api): State<Api>,
-    Path((topic, group)): Path<(String, String)>,
+    Named((topic, group)): Named<(String, String)>,
     request: Request,
 ) -> Answer {
     let (topic, group) = api.group(request.headers(), &topic, &group, Scope::Consume)?;
-    let (_, fields) = api.fields(request).await?;
+    let (headers, fields) = api.fields(request).await?;
     let wait = fields.duration("wait", Duration::ZERO, Duration::ZERO..=MAX_WAIT)?;
     let ask = LeaseRequest {
         max: fields.count("max", 10, 1..=MAX_BATCH)?,
@@ -94,7 +94,7 @@ pub(super) async fn lease(
         lease: fields.duration("lease", 30 * SECOND, SECOND..=MAX_LEASE)?,
         wait,
     };
-    let deliveries = api.deliveries(&topic, &group, ask).await?;
+    let deliveries = api.deliveries(&headers, &topic, &group, ask).await?;
     Ok(api.told(&topic, &deliveries, ask.lease))
 }
 
@@ -113,6 +113,7 @@ impl Api {
     /// Leases until there is something whose attempts are not used up, or the wait is over.
     async fn deliveries(
         &self,
+        headers: &HeaderMap,
         topic: &Topic,
         group: &Group,
         mut ask: LeaseRequest,
@@ -135,8 +136,7 @@ impl Api {
                 return Ok(deliveries);
             }
             if place.is_none() && !over {
-                let free = self.0.waits.try_acquire();
-                place = Some(free.map_err(|_| Refusal::busy("too many requests wait", 5))?);
+                place = Some(self.place(headers)?);
             }
         }
     }

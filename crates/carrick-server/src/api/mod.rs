@@ -16,14 +16,17 @@ use std::sync::Arc;
 use axum::{
     Router,
     body::Body,
-    extract::Request,
-    http::{HeaderMap, Method, Response, StatusCode},
+    extract::{FromRequestParts, Request, State, rejection::PathRejection},
+    http::{HeaderMap, Method, Response, StatusCode, header::CONTENT_TYPE, request::Parts},
+    middleware::{self, Next},
     response::{Html, IntoResponse},
     routing::{get, post, put},
 };
 use bytes::Bytes;
+use carrick_core::problem::Problem;
 use carrick_ops::{drain::Drain, health::Health, telemetry::Metrics};
-use tokio::sync::Semaphore;
+use http_body_util::BodyExt;
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use self::{
     answer::{Answer, Refusal},
@@ -31,7 +34,7 @@ use self::{
     fields::Fields,
 };
 use crate::{
-    config::{HubConfig, LimitOptions},
+    config::{HubConfig, LimitOptions, Scope},
     hub::Hub,
 };
 
@@ -55,7 +58,7 @@ impl Api {
     pub fn new(hub: Hub, config: &HubConfig, drain: Drain) -> Self {
         Self(Arc::new(Inner {
             hub,
-            guard: Guard::new(config.tokens.clone()),
+            guard: Guard::new(config, config.listen.ip().is_loopback()),
             limits: config.limits.clone(),
             max_attempts: config.delivery.max_attempts,
             waits: Semaphore::new(config.limits.waits),
@@ -85,10 +88,11 @@ impl Api {
             .route("/v1/leases/extend", post(groups::extend))
             .fallback(no_such_route)
             .method_not_allowed_fallback(wrong_method)
-            .with_state(self)
-            .merge(health.routes());
+            .with_state(self.clone())
+            .merge(health.routes().layer(middleware::from_fn_with_state(self.clone(), inner_view)));
         if let Some(metrics) = metrics {
-            router = router.merge(metrics.routes());
+            let routes = metrics.routes();
+            router = router.merge(routes.layer(middleware::from_fn_with_state(self, inner_view)));
         }
         router
     }
@@ -104,6 +108,10 @@ impl Api {
             Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, detail)
         };
         if announced.is_some_and(|length| length > limit as u64) {
+            // A client that is still sending when the connection closes never sees the answer.
+            let patience = self.0.limits.receive;
+            let discarded = tokio::time::timeout(patience, discard(body, DISCARDED * limit)).await;
+            drop(discarded);
             return Err(too_large());
         }
         let reading = axum::body::to_bytes(body, limit);
@@ -125,7 +133,74 @@ impl Api {
 
     async fn fields(&self, request: Request) -> Answer<(HeaderMap, Fields)> {
         let (headers, _, body) = self.body(request).await?;
+        check_json(&headers, &body)?;
         Ok((headers, Fields::from_json(&body)?))
+    }
+
+    /// A place among the requests that wait, given back when it is dropped.
+    fn place(&self, headers: &HeaderMap) -> Answer<[Option<SemaphorePermit<'_>>; 2]> {
+        let full = |_| Refusal::busy("too many requests wait", 5);
+        let own = self.0.guard.places(headers)?.map(Semaphore::try_acquire).transpose();
+        let own = own.map_err(full)?;
+        Ok([own, Some(self.0.waits.try_acquire().map_err(full)?)])
+    }
+}
+
+/// How many times the limit of a body is read and dropped before the connection is closed on it.
+const DISCARDED: usize = 4;
+
+/// Reads and drops a body, up to so many bytes.
+async fn discard(mut body: Body, most: usize) {
+    let mut seen = 0;
+    while let Some(Ok(frame)) = body.frame().await {
+        seen += frame.data_ref().map_or(0, Bytes::len);
+        if seen > most {
+            return;
+        }
+    }
+}
+
+/// What a form of a web page could send without asking is refused: a page that somebody visits must
+/// not reach their hub.
+fn check_json(headers: &HeaderMap, body: &[u8]) -> Answer<()> {
+    let value = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let essence = value.unwrap_or_default().split(';').next().unwrap_or_default().trim();
+    let is_json = essence.eq_ignore_ascii_case("application/json")
+        || essence.to_ascii_lowercase().ends_with("+json");
+    if is_json || (body.is_empty() && essence.is_empty()) {
+        return Ok(());
+    }
+    let found: String = essence.chars().take(80).collect();
+    let range = "application/json";
+    let problem = Problem::invalid("content-type", range, format!("{found:?}"));
+    Err(problem.with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE).into())
+}
+
+/// Metrics and the report on dependencies name topics and groups of every tenant: where there are
+/// tokens, they are for operators. Probes need none.
+async fn inner_view(State(api): State<Api>, request: Request, next: Next) -> Answer {
+    if matches!(request.uri().path(), "/metrics" | "/debug/deep") {
+        api.0.guard.caller(request.headers())?.any(Scope::Admin)?;
+    }
+    Ok(next.run(request).await)
+}
+
+/// The names in a path; one that is not UTF-8 is a problem like any other.
+#[derive(Debug)]
+struct Named<T>(T);
+
+impl<S, T> FromRequestParts<S> for Named<T>
+where
+    S: Send + Sync,
+    axum::extract::Path<T>: FromRequestParts<S, Rejection = PathRejection>,
+{
+    type Rejection = Refusal;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Refusal> {
+        let names = axum::extract::Path::from_request_parts(parts, state).await;
+        names
+            .map(|axum::extract::Path(names)| Self(names))
+            .map_err(|rejection| Refusal::new(rejection.status(), rejection.body_text()))
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::{
     body::Body,
-    extract::{Path, Request, State},
+    extract::{Request, State},
     http::{
         HeaderMap, HeaderName, HeaderValue, Response, StatusCode,
         header::{ACCEPT, CACHE_CONTROL, LINK, UPGRADE},
@@ -19,7 +19,7 @@ use carrick_store::{
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::{
-    Api,
+    Api, Named,
     answer::{Answer, Refusal, json},
     fields::Fields,
 };
@@ -39,7 +39,7 @@ const ANSWER_BYTES: usize = 4 * 1024 * 1024;
 
 pub(super) async fn publish(
     State(api): State<Api>,
-    Path(topic): Path<String>,
+    Named(topic): Named<String>,
     request: Request,
 ) -> Answer {
     // Before the body is read: nobody without a right makes the hub take four megabytes.
@@ -134,11 +134,12 @@ pub(super) fn link(response: &mut Response<Body>, next: &str) {
 /// `GET /v1/topics/{topic}/events`: what comes after a position, or a wait for it.
 pub(super) async fn read(
     State(api): State<Api>,
-    Path(topic): Path<String>,
+    Named(topic): Named<String>,
     request: Request,
 ) -> Answer {
-    let topic = api.0.guard.caller(request.headers())?.topic(&topic, Scope::Consume)?;
-    check_door(request.headers())?;
+    let headers = request.headers();
+    let topic = api.0.guard.caller(headers)?.topic(&topic, Scope::Consume)?;
+    check_door(headers)?;
     let query = Fields::from_query(request.uri().query());
     let limit = query.count("limit", 100, 1..=MAX_BATCH)?;
     let wait = query.duration("wait", Duration::ZERO, Duration::ZERO..=MAX_WAIT)?;
@@ -165,8 +166,7 @@ pub(super) async fn read(
             return Ok(api.page(&topic, after, &records));
         }
         if place.is_none() {
-            let free = api.0.waits.try_acquire();
-            place = Some(free.map_err(|_| Refusal::busy("too many requests wait", 5))?);
+            place = Some(api.place(headers)?);
         }
         tokio::select! {
             _ = timeout_at(until, woken) => {}

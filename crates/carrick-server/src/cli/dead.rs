@@ -1,12 +1,12 @@
 //! `carrick dead`: dead letters and blocked keys.
 
-use std::{io::IsTerminal, time::Duration};
+use std::{collections::HashMap, io::IsTerminal, time::Duration};
 
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use http::{Method, header::LINK};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::{Value, json};
+use serde_json::{Value, json, value::RawValue};
 
 use super::{Hub, PATIENCE, Usage, accepted, name};
 use crate::client::Client;
@@ -145,19 +145,41 @@ impl Place {
     }
 }
 
+/// What is read of a group.
+#[derive(serde::Deserialize)]
+struct Group {
+    group: String,
+    dead: u64,
+}
+
+impl Place {
+    /// How many dead letters there are.
+    async fn dead(&self, client: &Client) -> anyhow::Result<u64> {
+        #[derive(serde::Deserialize)]
+        struct Told {
+            groups: Vec<Group>,
+        }
+        let path = format!("/v1/topics/{}/groups", self.topic);
+        let answer = client.call(Method::GET, &path, "application/json", "", PATIENCE).await?;
+        let told: Told = serde_json::from_slice(&accepted(answer)?.body)?;
+        let group = told.groups.into_iter().find(|group| group.group == self.group);
+        Ok(group.map_or(0, |group| group.dead))
+    }
+}
+
 impl List {
     async fn run(self, what: &str, columns: Columns) -> anyhow::Result<()> {
         let client = self.hub.client()?;
         let mut next =
             Some(format!("{}?limit={}", self.place.path(what), self.limit.clamp(1, 100)));
-        let mut rows: Vec<Value> = Vec::new();
+        // As they came: an event's numbers and members are not ours to change.
+        let mut rows: Vec<Box<RawValue>> = Vec::new();
         while let Some(path) = next.take().filter(|_| rows.len() < self.limit) {
             let answer = client.call(Method::GET, &path, "application/json", "", PATIENCE).await?;
             let answer = accepted(answer)?;
-            let mut page: Value = serde_json::from_slice(&answer.body)?;
-            if let Some(Value::Array(page)) = page.get_mut(what).map(Value::take) {
-                rows.extend(page);
-            }
+            let mut page: HashMap<String, Vec<Box<RawValue>>> =
+                serde_json::from_slice(&answer.body)?;
+            rows.extend(page.remove(what).unwrap_or_default());
             let link = answer.headers.get(LINK).and_then(|link| link.to_str().ok());
             let target = link.and_then(|link| link.strip_prefix('<')?.split_once('>'));
             next = target.map(|(path, _)| path.to_owned());
@@ -165,10 +187,13 @@ impl List {
         rows.truncate(self.limit);
         if self.hub.json {
             for row in rows {
-                println!("{row}");
+                // A line each, whatever line breaks the event's author put between its members.
+                println!("{}", row.get().replace(['\n', '\r'], " "));
             }
         } else {
-            table(&rows, columns);
+            let rows: Result<Vec<Value>, _> =
+                rows.iter().map(|row| serde_json::from_str(row.get())).collect();
+            table(&rows?, columns);
         }
         Ok(())
     }
@@ -252,6 +277,8 @@ impl Redrive {
             ProgressBar::hidden()
         };
         let step = self.per_second.min(1000);
+        // What dies again meanwhile must not be driven in circles.
+        let most = self.place.dead(&client).await?;
         let mut redriven = 0;
         loop {
             let began = tokio::time::Instant::now();
@@ -259,7 +286,7 @@ impl Redrive {
             let count = act(&client, &path, self.selection.to_json(), more, "redriven").await?;
             redriven += count;
             bar.set_position(redriven);
-            if count < u64::from(step) {
+            if count < u64::from(step) || redriven >= most {
                 break;
             }
             let second =

@@ -11,6 +11,7 @@ mod up;
 use std::{fmt, process::ExitCode, time::Duration};
 
 use carrick_core::config::InvalidConfig;
+use carrick_message::outbox::OutboxError;
 use clap::{Args, Parser, Subcommand};
 
 use crate::client::{Answer, Client, Unreachable};
@@ -102,11 +103,15 @@ fn fail(error: &anyhow::Error) -> ExitCode {
     let is = |code: fn(&(dyn std::error::Error + 'static)) -> bool| error.chain().any(code);
     if is(|error| error.is::<Usage>() || error.is::<InvalidConfig>()) {
         ExitCode::from(2)
-    } else if is(|error| error.is::<Unreachable>()) {
+    } else if is(|error| error.is::<Unreachable>() || is_away(error)) {
         ExitCode::from(4)
     } else {
         ExitCode::FAILURE
     }
+}
+
+fn is_away(error: &(dyn std::error::Error + 'static)) -> bool {
+    matches!(error.downcast_ref(), Some(OutboxError::Disconnected(_) | OutboxError::TimedOut))
 }
 
 /// An answer that is not what was hoped for.

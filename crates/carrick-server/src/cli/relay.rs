@@ -7,7 +7,7 @@ use carrick_core::{
     clock::{Clock, SystemClock},
     config::duration,
 };
-use carrick_message::outbox::{Outbox, Relay, RelayConfig, RelayOptions, Replay};
+use carrick_message::outbox::{Outbox, OutboxError, Relay, RelayConfig, RelayOptions, Replay};
 use carrick_ops::{
     drain::{Drain, DrainConfig, DrainOptions},
     health::{Health, HealthConfig},
@@ -72,7 +72,10 @@ impl RelayArguments {
         }
         let client = Client::new(&self.to, self.token.as_deref()).map_err(Usage)?;
         let telemetry = Telemetry::start(&TelemetryOptions::default())?;
-        let outbox = Outbox::open(&self.database).await.context("cannot open the outbox")?;
+        let outbox = Outbox::open(&self.database).await.map_err(|error| match error {
+            error @ OutboxError::Invalid { .. } => anyhow::Error::new(Usage(error.into())),
+            error => anyhow::Error::new(error).context("cannot open the outbox"),
+        })?;
         let done = if self.migrate_only {
             println!("{}", if self.json { r#"{"migrated":true}"# } else { "the tables are there" });
             Ok(())

@@ -81,12 +81,18 @@ pub struct LimitOptions {
     pub connections: usize,
     /// Requests that wait, 1..=1 000 000. Default 5000.
     pub waits: usize,
+    /// Of those, with one token, 1..=1 000 000. Default 1000.
+    pub waits_per_token: usize,
     /// Bytes of a body, 1 KiB to 64 MiB. Default 4 MiB.
     #[serde(with = "size")]
     pub body: usize,
-    /// For headers and body each, 100 ms to 10 min. Default 10 s.
+    /// For the first request of a connection, and for each body, 100 ms to 10 min. Default 10 s.
     #[serde(with = "duration")]
     pub receive: Duration,
+    /// Between two requests of a connection, `receive` to 1 h. Default 75 s: longer than the pools
+    /// of the usual clients, so that they, and not the hub, close what is idle.
+    #[serde(with = "duration")]
+    pub idle: Duration,
     /// Events being published, at least 1. Default 20 000.
     pub publishing: usize,
     /// Bytes being published, at least 1 MiB. Default 32 MiB.
@@ -168,8 +174,10 @@ impl Default for LimitOptions {
         Self {
             connections: 10_000,
             waits: 5000,
+            waits_per_token: 1000,
             body: 4 * 1024 * 1024,
             receive: Duration::from_secs(10),
+            idle: Duration::from_secs(75),
             publishing: 20_000,
             publishing_bytes: 32 * 1024 * 1024,
         }
@@ -207,6 +215,11 @@ impl HubConfig {
     /// Where the hub listens.
     pub fn listen(&self) -> SocketAddr {
         self.listen
+    }
+
+    /// How much it takes at a time.
+    pub fn limits(&self) -> &LimitOptions {
+        &self.limits
     }
 
     /// Logs and traces.
@@ -268,17 +281,29 @@ impl TryFrom<HubOptions> for HubConfig {
         let look = (Duration::from_millis(100)..=secs(86_400)).contains(&every);
         faults.unless_value(look, "retention.every", "100ms to 1d", text(every));
 
-        let LimitOptions { connections, waits, body, receive, publishing, publishing_bytes } =
-            limits;
+        let LimitOptions {
+            connections,
+            waits,
+            waits_per_token,
+            body,
+            receive,
+            idle,
+            publishing,
+            publishing_bytes,
+        } = limits;
         let many = 1..=1_000_000;
         let range = "1..=1000000";
         faults.unless_value(many.contains(&connections), "limits.connections", range, connections);
         faults.unless_value(many.contains(&waits), "limits.waits", range, waits);
+        let share = many.contains(&waits_per_token);
+        faults.unless_value(share, "limits.waits-per-token", range, waits_per_token);
         let bytes = (1024..=64 << 20).contains(&body);
         let shown = size::format(body as u64);
         faults.unless_value(bytes, "limits.body", "1KiB to 64MiB", shown);
         let time = (Duration::from_millis(100)..=secs(600)).contains(&receive);
         faults.unless_value(time, "limits.receive", "100ms to 10m", text(receive));
+        let idles = (receive..=secs(3600)).contains(&idle);
+        faults.unless_value(idles, "limits.idle", "limits.receive to 1h", text(idle));
         faults.unless_value(publishing >= 1, "limits.publishing", "at least 1", publishing);
         let shown = size::format(publishing_bytes as u64);
         let enough = publishing_bytes >= body.max(1 << 20);

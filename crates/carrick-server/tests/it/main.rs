@@ -1,1 +1,3 @@
-//! placeholder
+//! The hub and the command line, from outside.
+
+mod edge;

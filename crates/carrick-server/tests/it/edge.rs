@@ -1,0 +1,250 @@
+//! What comes to the listener that no well-meant client sends, and what must be told nevertheless.
+
+use std::{net::SocketAddr, time::Duration};
+
+use carrick_core::problem::Problem;
+use carrick_ops::{
+    drain::{Drain, DrainConfig, Trigger},
+    health::{Health, HealthConfig},
+    telemetry::Metrics,
+};
+use carrick_server::{
+    api::Api,
+    config::{HubConfig, HubOptions, Scope, TokenOptions},
+    hub::Hub,
+    serve::Listener,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    task::JoinHandle,
+};
+
+/// A hub in this process, on a store in memory.
+struct Running {
+    address: SocketAddr,
+    drain: Drain,
+    serving: JoinHandle<()>,
+}
+
+impl Running {
+    async fn start(change: impl FnOnce(&mut HubOptions)) -> Self {
+        let mut options = HubOptions { store: "memory:".to_owned(), ..HubOptions::default() };
+        options.listen = "127.0.0.1:0".to_owned();
+        change(&mut options);
+        let config = HubConfig::try_from(options).unwrap();
+        let hub = Hub::open(&config).await.unwrap();
+        let drain = Drain::new(DrainConfig::default());
+        let listener = Listener::bind(config.listen(), None, config.limits()).await.unwrap();
+        let address = listener.address().unwrap();
+        // The recorder is the process's: whichever test comes first installs it.
+        let metrics = Metrics::install().ok();
+        let health = Health::new(HealthConfig::default());
+        let router = Api::new(hub, &config, drain.clone()).router(&health, metrics.as_ref());
+        let serving = tokio::spawn(listener.serve(router, drain.clone()));
+        Self { address, drain, serving }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.unwrap()
+    }
+
+    /// Sends bytes, and returns all that comes until the hub closes.
+    async fn exchange(&self, bytes: &[u8]) -> String {
+        let mut stream = self.connect().await;
+        stream.write_all(bytes).await.unwrap();
+        rest(&mut stream).await
+    }
+
+    async fn ask(&self, method: &str, path: &str, headers: &str, body: &str) -> Answer {
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\
+             content-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        Answer::read(&self.exchange(request.as_bytes()).await)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.drain.trigger(Trigger::Interrupt);
+        self.serving.abort();
+    }
+}
+
+/// Everything until the other side closes; long before the test's patience ends, it has.
+async fn rest(stream: &mut TcpStream) -> String {
+    let mut text = Vec::new();
+    let read = stream.read_to_end(&mut text);
+    tokio::time::timeout(Duration::from_secs(20), read).await.expect("the hub closes").unwrap();
+    String::from_utf8(text).unwrap()
+}
+
+#[derive(Debug)]
+struct Answer {
+    status: u16,
+    head: String,
+    body: String,
+}
+
+impl Answer {
+    fn read(text: &str) -> Self {
+        let (head, body) = text.split_once("\r\n\r\n").expect("an answer");
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        Self { status, head: head.to_owned(), body: body.to_owned() }
+    }
+
+    #[track_caller]
+    fn problem(&self, status: u16) -> Problem {
+        assert_eq!(self.status, status, "{self:?}");
+        assert!(self.head.contains("application/problem+json"), "{self:?}");
+        let problem: Problem = serde_json::from_str(&self.body).unwrap();
+        assert_eq!(problem.status, status);
+        problem
+    }
+}
+
+const JSON: &str = "content-type: application/json\r\n";
+
+#[tokio::test]
+async fn a_connection_that_says_nothing_is_closed_whatever_it_began() {
+    let patience = Duration::from_millis(200);
+    let hub = Running::start(|options| options.limits.receive = patience).await;
+    for begun in ["", "P", "PRI * HTTP/2.0", "GET / HT"] {
+        assert_eq!(hub.exchange(begun.as_bytes()).await, "", "{begun:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_idle_connection_outlives_the_time_for_a_request() {
+    let hub = Running::start(|options| {
+        options.limits.receive = Duration::from_millis(200);
+        options.limits.idle = Duration::from_secs(2);
+    })
+    .await;
+    let mut stream = hub.connect().await;
+    let request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n";
+    stream.write_all(request).await.unwrap();
+    let mut byte = [0];
+    stream.read_exact(&mut byte).await.unwrap();
+    let began = tokio::time::Instant::now();
+    rest(&mut stream).await;
+    assert!(began.elapsed() >= Duration::from_secs(1), "closed after {:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn junk_and_heads_too_large_are_told_so() {
+    let hub = Running::start(|_| {}).await;
+    let many: String = (0..200).map(|n| format!("x{n}: y\r\n")).collect();
+    let long = "y".repeat(70_000);
+    for (request, status) in [
+        ("JUNK\r\n\r\n".to_owned(), 400),
+        (format!("GET / HTTP/1.1\r\nhost: a\r\n{many}\r\n"), 431),
+        (format!("GET / HTTP/1.1\r\nhost: a\r\nx: {long}\r\n\r\n"), 431),
+    ] {
+        let answer = Answer::read(&hub.exchange(request.as_bytes()).await);
+        assert_eq!(answer.status, status, "{}", &request[..20]);
+    }
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_told_so_and_a_place_that_is_left_is_taken() {
+    let hub = Running::start(|options| options.limits.connections = 2).await;
+    let held = [hub.connect().await, hub.connect().await];
+    let mut told = None;
+    while told.is_none() {
+        // The two may not have been accepted yet.
+        told = Some(hub.ask("GET", "/livez", "", "").await).filter(|answer| answer.status == 503);
+    }
+    told.unwrap().problem(503);
+    drop(held);
+    while hub.ask("GET", "/livez", "", "").await.status != 200 {}
+}
+
+#[tokio::test]
+async fn a_body_too_large_is_refused_so_that_its_sender_sees_it() {
+    let hub = Running::start(|options| options.limits.body = 64 * 1024).await;
+    let (path, headers) = ("/v1/topics/t/events", "content-type: application/cloudevents+json\r\n");
+    let body = "x".repeat(200 * 1024);
+    hub.ask("POST", path, headers, &body).await.problem(413);
+    let chunked = format!(
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\
+         transfer-encoding: chunked\r\n\r\n{:x}\r\n{body}\r\n0\r\n\r\n",
+        body.len()
+    );
+    Answer::read(&hub.exchange(chunked.as_bytes()).await).problem(413);
+}
+
+#[tokio::test]
+async fn names_that_are_no_text_are_a_problem_like_any_other() {
+    let hub = Running::start(|_| {}).await;
+    for path in ["/v1/topics/%ff/events", "/v1/topics/t/groups/%ff/dead"] {
+        hub.ask("GET", path, "", "").await.problem(400);
+    }
+}
+
+#[tokio::test]
+async fn a_web_page_cannot_use_the_hub_of_who_visits_it() {
+    let hub = Running::start(|_| {}).await;
+    let (ack, body) = ("/v1/leases/ack", r#"{"leases":["x"]}"#);
+    hub.ask("POST", ack, JSON, body).await.problem(409);
+    let form = "content-type: text/plain\r\n";
+    let problem = hub.ask("POST", ack, form, body).await.problem(415);
+    assert_eq!(problem.extensions["field"], "content-type");
+    hub.ask("POST", ack, &format!("{JSON}origin: https://shop.example\r\n"), body)
+        .await
+        .problem(403);
+    let rebound = "GET /v1/topics HTTP/1.1\r\nhost: a.example:7070\r\nconnection: close\r\n\r\n";
+    Answer::read(&hub.exchange(rebound.as_bytes()).await).problem(403);
+}
+
+fn token(name: &str, sha256: &str, scopes: Vec<Scope>) -> TokenOptions {
+    let (tenant, topics) = ("default".to_owned(), vec!["*".to_owned()]);
+    TokenOptions { name: name.to_owned(), sha256: sha256.to_owned(), tenant, scopes, topics }
+}
+
+/// Digests of `a` and of `c`.
+const A: &str = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb";
+const C: &str = "2e7d2c03a9507ae265ecf5b5356885a53393a2029d241394997265a1a25aefc6";
+
+#[tokio::test]
+async fn what_tells_of_every_tenant_is_for_operators_and_probes_are_for_all() {
+    let hub = Running::start(|options| {
+        options.token =
+            vec![token("a", A, vec![Scope::Admin]), token("c", C, vec![Scope::Consume])];
+    })
+    .await;
+    for (path, nobody, consumer) in [
+        ("/debug/deep", 401, 403),
+        ("/livez", 200, 200),
+        ("/readyz", 200, 200),
+        ("/openapi.json", 200, 200),
+    ] {
+        let mut found = Vec::new();
+        for headers in ["", "authorization: Bearer c\r\n", "authorization: Bearer a\r\n"] {
+            found.push(hub.ask("GET", path, headers, "").await.status);
+        }
+        assert_eq!(found, [nobody, consumer, 200], "{path}");
+    }
+}
+
+#[tokio::test]
+async fn one_token_does_not_take_all_the_places_of_those_who_wait() {
+    let hub = Running::start(|options| {
+        options.token =
+            vec![token("a", A, vec![Scope::Consume]), token("c", C, vec![Scope::Consume])];
+        options.limits.waits_per_token = 1;
+    })
+    .await;
+    let mut waiting = hub.connect().await;
+    let wait = "GET /v1/topics/t/events?wait=30s HTTP/1.1\r\nhost: localhost\r\n\
+                authorization: Bearer a\r\n\r\n";
+    waiting.write_all(wait.as_bytes()).await.unwrap();
+    let short = "/v1/topics/t/events?wait=1ms";
+    let bearer = |token: &str| format!("authorization: Bearer {token}\r\n");
+    while hub.ask("GET", short, &bearer("a"), "").await.status != 503 {}
+    assert_eq!(hub.ask("GET", short, &bearer("c"), "").await.status, 204);
+    drop(waiting);
+    while hub.ask("GET", short, &bearer("a"), "").await.status != 204 {}
+}
