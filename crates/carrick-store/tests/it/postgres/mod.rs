@@ -105,6 +105,37 @@ pub(crate) fn record(key: &str, body: impl Into<String>) -> NewRecord {
     NewRecord { key, body: body.into().into(), ..NewRecord::default() }
 }
 
+/// A measure for times on a machine that does other things too: a bare insertion of a few rows, made
+/// beside each thing that is measured. No snapshot is in its way.
+pub(crate) struct Beside {
+    operator: PgConnection,
+}
+
+impl Beside {
+    pub(crate) async fn new(scratch: &Scratch) -> Self {
+        let mut operator = scratch.operator().await;
+        let make = "CREATE TABLE IF NOT EXISTS beside (n bigint, body bytea)";
+        sqlx::raw_sql(make).execute(&mut operator).await.unwrap();
+        Self { operator }
+    }
+
+    /// How long a bare insertion takes now.
+    pub(crate) async fn time(&mut self) -> Duration {
+        let start = tokio::time::Instant::now();
+        sqlx::query("INSERT INTO beside SELECT n, $1 FROM generate_series(1, 50) AS n")
+            .bind(&[0_u8; 64][..])
+            .execute(&mut self.operator)
+            .await
+            .unwrap();
+        start.elapsed()
+    }
+}
+
+pub(crate) fn median<T: PartialOrd + Copy>(mut values: Vec<T>) -> T {
+    values.sort_by(|one, two| one.partial_cmp(two).expect("no value is NaN"));
+    values[values.len() / 2]
+}
+
 /// Waits until something holds, and fails if it does not within half a minute.
 pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(30);

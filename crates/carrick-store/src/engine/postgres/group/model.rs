@@ -108,7 +108,8 @@ impl World {
         let before = self.state.whole().put;
         let mut filling = self.state.claim(records, bytes, lease);
         let cursor = self.state.cursor() as usize;
-        for new in self.log[cursor..].iter().cloned().collect::<Vec<_>>() {
+        let unseen = self.log[cursor..].to_vec();
+        for new in unseen {
             if filling.room().0 == 0 || !self.state.offer(new, &mut filling) {
                 break;
             }
