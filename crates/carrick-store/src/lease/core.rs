@@ -157,6 +157,7 @@ impl State {
         Self { cursor, moved: true, ..Self::default() }
     }
 
+    #[cfg(feature = "postgres")]
     pub(crate) fn now(&self) -> Micros {
         self.now
     }
@@ -167,10 +168,6 @@ impl State {
 
     pub(crate) fn items(&self) -> &BTreeMap<Seq, Item> {
         &self.items
-    }
-
-    pub(crate) fn leased(&self) -> usize {
-        self.leased
     }
 
     pub(crate) fn waiting(&self) -> usize {
@@ -580,6 +577,7 @@ impl State {
     }
 
     /// The whole state, as the change that makes it from nothing.
+    #[cfg(feature = "postgres")]
     pub(crate) fn whole(&self) -> Change {
         let put = self.items.iter().map(|(&seq, item)| (seq, item.clone())).collect();
         Change { cursor: self.cursor, fence: self.fence, put, gone: Vec::new() }

@@ -50,16 +50,10 @@ impl Default for SqliteOptions {
 }
 
 /// Settings that the engine can rely on.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(try_from = "SqliteOptions")]
 pub struct SqliteConfig {
     pub(super) options: SqliteOptions,
-}
-
-impl Default for SqliteConfig {
-    fn default() -> Self {
-        Self { options: SqliteOptions::default() }
-    }
 }
 
 impl TryFrom<SqliteOptions> for SqliteConfig {

@@ -32,10 +32,11 @@ use crate::{StoreError, wake::Wakes};
 const WAITING: usize = 4096;
 
 type Answer = Box<dyn Any + Send>;
+type Work = Box<dyn FnOnce(&mut Tables) -> Result<Answer, rusqlite::Error> + Send>;
 
 /// What a caller wants done, in a transaction with what others want.
 pub(super) struct Job {
-    work: Box<dyn FnOnce(&mut Tables) -> Result<Answer, rusqlite::Error> + Send>,
+    work: Work,
     answer: oneshot::Sender<Result<Answer, StoreError>>,
     /// How much it writes, roughly.
     records: usize,

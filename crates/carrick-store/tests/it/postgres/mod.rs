@@ -4,6 +4,8 @@
 //! at the end. `./test` starts one and runs these by name.
 
 mod chaos;
+mod contract;
+mod contract;
 mod fence;
 mod log;
 mod pooler;
