@@ -170,6 +170,11 @@ impl State {
         &self.items
     }
 
+    #[cfg(all(test, feature = "postgres"))]
+    pub(crate) fn leased(&self) -> usize {
+        self.leased
+    }
+
     pub(crate) fn waiting(&self) -> usize {
         self.items.len() - self.leased
     }

@@ -5,7 +5,6 @@
 
 mod chaos;
 mod contract;
-mod contract;
 mod fence;
 mod log;
 mod pooler;
