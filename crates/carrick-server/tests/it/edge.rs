@@ -1,111 +1,11 @@
 //! What comes to the listener that no well-meant client sends, and what must be told nevertheless.
 
-use std::{net::SocketAddr, time::Duration};
+use std::time::Duration;
 
-use carrick_core::problem::Problem;
-use carrick_ops::{
-    drain::{Drain, DrainConfig, Trigger},
-    health::{Health, HealthConfig},
-    telemetry::Metrics,
-};
-use carrick_server::{
-    api::Api,
-    config::{HubConfig, HubOptions, Scope, TokenOptions},
-    hub::Hub,
-    serve::Listener,
-};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-    task::JoinHandle,
-};
+use carrick_server::config::{Scope, TokenOptions};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-/// A hub in this process, on a store in memory.
-struct Running {
-    address: SocketAddr,
-    drain: Drain,
-    serving: JoinHandle<()>,
-}
-
-impl Running {
-    async fn start(change: impl FnOnce(&mut HubOptions)) -> Self {
-        let mut options = HubOptions { store: "memory:".to_owned(), ..HubOptions::default() };
-        options.listen = "127.0.0.1:0".to_owned();
-        change(&mut options);
-        let config = HubConfig::try_from(options).unwrap();
-        let hub = Hub::open(&config).await.unwrap();
-        let drain = Drain::new(DrainConfig::default());
-        let listener = Listener::bind(config.listen(), None, config.limits()).await.unwrap();
-        let address = listener.address().unwrap();
-        // The recorder is the process's: whichever test comes first installs it.
-        let metrics = Metrics::install().ok();
-        let health = Health::new(HealthConfig::default());
-        let router = Api::new(hub, &config, drain.clone()).router(&health, metrics.as_ref());
-        let serving = tokio::spawn(listener.serve(router, drain.clone()));
-        Self { address, drain, serving }
-    }
-
-    async fn connect(&self) -> TcpStream {
-        TcpStream::connect(self.address).await.unwrap()
-    }
-
-    /// Sends bytes, and returns all that comes until the hub closes.
-    async fn exchange(&self, bytes: &[u8]) -> String {
-        let mut stream = self.connect().await;
-        stream.write_all(bytes).await.unwrap();
-        rest(&mut stream).await
-    }
-
-    async fn ask(&self, method: &str, path: &str, headers: &str, body: &str) -> Answer {
-        let request = format!(
-            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\
-             content-length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        Answer::read(&self.exchange(request.as_bytes()).await)
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.drain.trigger(Trigger::Interrupt);
-        self.serving.abort();
-    }
-}
-
-/// Everything until the other side closes; long before the test's patience ends, it has.
-async fn rest(stream: &mut TcpStream) -> String {
-    let mut text = Vec::new();
-    let read = stream.read_to_end(&mut text);
-    tokio::time::timeout(Duration::from_secs(20), read).await.expect("the hub closes").unwrap();
-    String::from_utf8(text).unwrap()
-}
-
-#[derive(Debug)]
-struct Answer {
-    status: u16,
-    head: String,
-    body: String,
-}
-
-impl Answer {
-    fn read(text: &str) -> Self {
-        let (head, body) = text.split_once("\r\n\r\n").expect("an answer");
-        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-        Self { status, head: head.to_owned(), body: body.to_owned() }
-    }
-
-    #[track_caller]
-    fn problem(&self, status: u16) -> Problem {
-        assert_eq!(self.status, status, "{self:?}");
-        assert!(self.head.contains("application/problem+json"), "{self:?}");
-        let problem: Problem = serde_json::from_str(&self.body).unwrap();
-        assert_eq!(problem.status, status);
-        problem
-    }
-}
-
-const JSON: &str = "content-type: application/json\r\n";
+use crate::kit::{Answer, JSON, Running, rest};
 
 #[tokio::test]
 async fn a_connection_that_says_nothing_is_closed_whatever_it_began() {

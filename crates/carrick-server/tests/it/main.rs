@@ -1,3 +1,8 @@
 //! The hub and the command line, from outside.
 
+mod cli;
 mod edge;
+mod groups;
+mod kit;
+mod life;
+mod topics;
