@@ -52,15 +52,10 @@ struct Batches(String);
 impl Work for Batches {
     async fn step(&self, to: &mut Connection, worker: usize, turn: u64) -> anyhow::Result<u64> {
         let run = format!("{}-{worker}", self.0);
-        let events: Vec<_> =
-            (0..100).map(|index| load::event(&run, turn * 100 + index)).collect();
+        let events: Vec<_> = (0..100).map(|index| load::event(&run, turn * 100 + index)).collect();
         let batch = format!("[{}]", events.join(","));
-        to.post(
-            "/v1/topics/bench/events",
-            "application/cloudevents-batch+json",
-            batch.as_bytes(),
-        )
-        .await?;
+        to.post("/v1/topics/bench/events", "application/cloudevents-batch+json", batch.as_bytes())
+            .await?;
         Ok(100)
     }
 }

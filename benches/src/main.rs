@@ -7,6 +7,7 @@
 mod hub;
 mod load;
 mod process;
+mod store;
 mod table;
 
 use clap::{Parser, Subcommand};
@@ -20,6 +21,8 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
+    /// The embedded broker in process, beside bare SQLite.
+    Store(store::Options),
     /// The hub over HTTP: single events, batches, lease and ack; beside a bare HTTP server.
     Hub(hub::Options),
     /// Resident memory of the hub: idle, and with a backlog.
@@ -31,6 +34,7 @@ enum Bench {
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().bench {
+        Bench::Store(options) => store::run(&options),
         Bench::Hub(options) => hub::run(&options),
         Bench::Memory(options) => hub::memory(&options),
         Bench::Floor => hub::floor(),

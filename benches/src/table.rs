@@ -21,7 +21,8 @@ impl Table {
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let columns = self.rows[0].len();
-        let widest = |column: usize| self.rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+        let widest =
+            |column: usize| self.rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..columns).map(widest).collect();
         for (index, row) in self.rows.iter().enumerate() {
             for (cell, width) in row.iter().zip(&widths) {

@@ -436,16 +436,16 @@ mod checks {
                     if done || round > 10_000 {
                         break;
                     }
-                    let mut failed = None;
+                    let mut failed = Vec::new();
                     for claimed in claims.claimed {
                         let key = claimed.record.key.clone().unwrap_or_default();
-                        if failed.as_ref() == Some(&key) {
+                        if failed.contains(&key) {
                             continue; // its lease ended with its head's
                         }
                         // Some fail at their first attempt, and come again in their place.
                         if claimed.record.seq % 11 == 3 && claimed.attempt == 1 {
                             settle(&store, claimed.token, release(Duration::ZERO, true)).await;
-                            failed = Some(key);
+                            failed.push(key);
                             continue;
                         }
                         seen.lock().entry(key).or_default().push(claimed.record.seq);

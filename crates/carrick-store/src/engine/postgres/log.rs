@@ -174,6 +174,7 @@ impl PostgresStore {
     ) -> Result<Vec<(String, i64, i64)>, Failure> {
         let db = self.db();
         let mut session = db.single().await?;
+        // A group may have come before the first record; the stream exists from that on.
         let rows = db
             .query_as(
                 "SELECT name, first, coalesce(
@@ -181,7 +182,10 @@ impl PostgresStore {
                       WHERE log.stream_id = stream.id AND log.seq >= stream.first
                       ORDER BY log.seq DESC LIMIT 1),
                      first - 1)
-                 FROM carrick_stream AS stream WHERE name > $1 ORDER BY name LIMIT $2",
+                 FROM carrick_stream AS stream
+                 WHERE name > $1 AND (first > 1 OR EXISTS (
+                     SELECT FROM carrick_log AS log WHERE log.stream_id = stream.id))
+                 ORDER BY name LIMIT $2",
             )
             .bind(after.map_or("", Stream::as_str))
             .bind(count(limit))
