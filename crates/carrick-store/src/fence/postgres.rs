@@ -15,8 +15,15 @@ use sqlx::PgConnection;
 use super::{Acquired, FenceToken};
 use crate::StoreError;
 
-/// The table, for the component's migration. Times are microseconds since 1970, by the database.
-pub(super) const CREATE: &str = "CREATE TABLE carrick_fence (
+/// The table, for the component's migration, and the clock. That is a function so that it is written
+/// once, and so that a test can stop it; Postgres puts its body in the place of each call. Not
+/// `now()`, which stands still within a transaction that may have waited for a lock.
+pub(super) const CREATE: &str = "
+-- The database's clock, in microseconds since 1970.
+CREATE FUNCTION carrick_now() RETURNS bigint LANGUAGE sql
+    AS 'SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint';
+
+CREATE TABLE carrick_fence (
     name    text   PRIMARY KEY,
     token   bigint NOT NULL,
     ends_at bigint NOT NULL
@@ -24,7 +31,7 @@ pub(super) const CREATE: &str = "CREATE TABLE carrick_fence (
 
 macro_rules! now {
     () => {
-        "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        "carrick_now()"
     };
 }
 

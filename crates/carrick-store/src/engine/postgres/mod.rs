@@ -198,7 +198,7 @@ async fn try_prepare(db: &Db, options: &PostgresOptions) -> Result<u64, Unprepar
         .execute(tx.conn())
         .await?;
     }
-    for component in [&schema::COMPONENT, &crate::fence::COMPONENT] {
+    for component in [&crate::fence::COMPONENT, &schema::COMPONENT] {
         crate::schema::postgres::migrate_in(tx.conn(), component)
             .await
             .map_err(Unprepared::Schema)?;

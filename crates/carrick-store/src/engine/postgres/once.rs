@@ -149,13 +149,14 @@ impl PostgresStore {
     async fn try_sweep(&self, limit: usize) -> Result<usize, Failure> {
         let db = self.db();
         let mut session = db.single().await?;
-        // Rows that somebody else sweeps or takes over at this moment are left to them.
+        // The time is read once, so that the index is read up to it and no further. Rows that
+        // somebody else sweeps or takes over at this moment are left to them.
         let swept = db
             .query(concat!(
                 "DELETE FROM carrick_once WHERE (scope, key) IN (
-                     SELECT scope, key FROM carrick_once WHERE ends_at <= ",
+                     SELECT scope, key FROM carrick_once WHERE ends_at <= (SELECT ",
                 now!(),
-                "    ORDER BY ends_at LIMIT $1 FOR UPDATE SKIP LOCKED)",
+                ")   ORDER BY ends_at LIMIT $1 FOR UPDATE SKIP LOCKED)",
             ))
             .bind(count(limit))
             .execute(session.conn())

@@ -11,7 +11,7 @@
 
 use crate::schema::{Component, Migration};
 
-/// The engine's tables.
+/// The engine's tables. Those of the fence come first: they bring the clock.
 pub(super) const COMPONENT: Component = Component {
     name: "store",
     migrations: &[Migration { version: 1, name: "store", sqlite: "", postgres: V1 }],
@@ -25,7 +25,7 @@ CREATE TABLE carrick_store (
     dedupe_window bigint  NOT NULL
 );
 INSERT INTO carrick_store (epoch, dedupe_window)
-VALUES ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint, 0);
+VALUES (carrick_now(), 0);
 
 -- A row changes when its stream is trimmed, and at no other time.
 CREATE TABLE carrick_stream (
@@ -62,7 +62,7 @@ CREATE TABLE carrick_dedupe_turn (
     started_at bigint NOT NULL
 );
 INSERT INTO carrick_dedupe_turn
-VALUES (0, (extract(epoch FROM clock_timestamp()) * 1000000)::bigint);
+VALUES (0, carrick_now());
 
 CREATE TABLE carrick_group (
     id        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

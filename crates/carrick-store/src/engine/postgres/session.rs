@@ -17,11 +17,10 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::config::PostgresOptions;
 use crate::{StoreError, Stream};
 
-/// The database's clock, in microseconds since 1970. Not `now()`, which stands still within a
-/// transaction that may have waited for a lock.
+/// The database's clock, in microseconds since 1970; made with the table of named leases.
 macro_rules! now {
     () => {
-        "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        "carrick_now()"
     };
 }
 pub(super) use now;

@@ -29,6 +29,21 @@ impl Database {
     }
 }
 
+impl Drop for Database {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return; // what a failed check left is there to be looked at
+        }
+        let scratch = Scratch { url: self.0.url.clone(), schema: self.0.schema.clone() };
+        // A runtime of its own: this may run within another one, which must not wait for itself.
+        let dropped = std::thread::spawn(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.unwrap().block_on(scratch.drop());
+        });
+        dropped.join().unwrap();
+    }
+}
+
 #[async_trait]
 impl Subject for Database {
     async fn open(&self) -> Arc<dyn Store> {
