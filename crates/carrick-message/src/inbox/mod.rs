@@ -33,6 +33,8 @@ mod schema;
 pub mod sqlx_postgres;
 #[cfg(feature = "sqlx-sqlite")]
 pub mod sqlx_sqlite;
+#[cfg(any(feature = "rusqlite", feature = "sqlx-postgres"))]
+mod tables;
 
 use std::{borrow::Cow, time::Duration};
 
@@ -43,6 +45,7 @@ pub use self::{error::InboxError, schema::COMPONENT};
 pub use self::{
     prune::Pruner,
     retention::{Horizon, Retention, RetentionOptions},
+    tables::make_tables,
 };
 
 /// The most events of one batch.

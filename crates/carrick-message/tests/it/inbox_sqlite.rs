@@ -46,6 +46,27 @@ fn m2_the_second_copy_finds_the_first_and_the_transaction_goes_on() {
     assert_eq!(other, Seen::First, "an id is unique within its source");
 }
 
+#[tokio::test]
+async fn a_program_without_any_of_our_code_gets_its_tables_by_url() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ledger.db");
+    let url = format!("sqlite://{}", path.display());
+    for _ in 0..2 {
+        inbox::make_tables(&url).await.unwrap();
+    }
+    let conn = rusqlite::Connection::open(&path).unwrap();
+    for fresh in [1, 0] {
+        let sql = "INSERT INTO carrick_inbox (handler, source, id) VALUES ('ledger', '/shop', '1')
+                   ON CONFLICT DO NOTHING";
+        assert_eq!(conn.execute(sql, ()).unwrap(), fresh);
+    }
+    let strict = "SELECT count(*) FROM sqlite_schema WHERE sql LIKE '%STRICT%'";
+    let strict: i64 = conn.query_row(strict, (), |row| row.get(0)).unwrap();
+    assert_eq!(strict, 0, "an SQLite before 3.37 could not open the file any more");
+    let error = inbox::make_tables("mysql://localhost/x").await.unwrap_err();
+    assert_eq!(error.to_string(), "database must be sqlite://path or postgres://…, not mysql");
+}
+
 #[test]
 fn a_rolled_back_effect_takes_its_dedupe_row_with_it() {
     let (_folder, _, mut conn) = open();

@@ -7,7 +7,10 @@ use carrick_core::{
     clock::{Clock, SystemClock},
     config::duration,
 };
-use carrick_message::outbox::{Outbox, OutboxError, Relay, RelayConfig, RelayOptions, Replay};
+use carrick_message::{
+    inbox,
+    outbox::{Outbox, OutboxError, Relay, RelayConfig, RelayOptions, Replay},
+};
 use carrick_ops::{
     drain::{Drain, DrainConfig, DrainOptions},
     health::{Health, HealthConfig},
@@ -35,7 +38,7 @@ pub(super) struct RelayArguments {
     /// A bearer token of the hub.
     #[arg(long, env = "CARRICK_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// Makes the tables, and ends.
+    /// Makes the tables of outbox and inbox, and ends: a consumer's own database needs it too.
     #[arg(long)]
     migrate_only: bool,
     /// Ends once everything is published.
@@ -77,6 +80,7 @@ impl RelayArguments {
             error => anyhow::Error::new(error).context("cannot open the outbox"),
         })?;
         let done = if self.migrate_only {
+            inbox::make_tables(&self.database).await.context("cannot make the inbox")?;
             println!("{}", if self.json { r#"{"migrated":true}"# } else { "the tables are there" });
             Ok(())
         } else if let Some(range) = &self.replay {

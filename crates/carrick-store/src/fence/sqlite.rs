@@ -11,12 +11,13 @@ use rusqlite::{Connection, OptionalExtension, params};
 use super::{Acquired, FenceToken};
 use crate::{StoreError, micros};
 
-/// The table, for the component's migration. Times are microseconds since 1970.
+/// The table, for the component's migration. Times are microseconds since 1970. Not STRICT: see
+/// [`crate::schema::sqlite`].
 pub(super) const CREATE: &str = "CREATE TABLE carrick_fence (
     name    TEXT    PRIMARY KEY,
     token   INTEGER NOT NULL,
     ends_at INTEGER NOT NULL
-) STRICT, WITHOUT ROWID";
+) WITHOUT ROWID";
 
 /// Grants a lease for `ttl` from `now` (microseconds since 1970), or tells how long its holder has.
 ///
