@@ -19,7 +19,7 @@ from system.report import progress
 from system.shop import Shop
 
 ORDERS = 100
-RATE = 500
+RATE = 2000
 """Events a second that the producer aims at: enough that every process is busy when it dies."""
 
 LEASE = "2s"
@@ -28,7 +28,7 @@ LEASE = "2s"
 PAUSE_SECONDS = 3.0
 """Longer than the lease."""
 
-PAUSES = 2
+PAUSES = 4
 BETWEEN_SECONDS = (0.15, 0.9)
 """From one kill to the next."""
 

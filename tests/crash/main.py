@@ -11,7 +11,7 @@ from system import history
 from system.processes import end_on_signals
 from system.report import Report
 
-KILLS = 14
+KILLS = 30
 """In each campaign; three campaigns and the kills during publishing make well over thirty."""
 
 

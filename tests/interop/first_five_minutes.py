@@ -7,12 +7,14 @@ hub's address, the path of the program and the standing `tail` are adapted.
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 from system.hub import CARRICK, Hub
 from system.processes import Scene
+from system.report import Skip
 
 README = Path(__file__).parents[2] / "README.md"
 SECTION = "## The first five minutes"
@@ -47,7 +49,7 @@ class Shell:
         """Runs a block; returns what it printed."""
         keep = f"declare -p lease carrick > {self.state} 2>/dev/null || true"
         script = f"set -eo pipefail\nsource {self.state}\n{self.adapt(block)}\n{keep}\n"
-        env = {**os.environ, "CARRICK_HUB": self.hub.url}
+        env = {**os.environ, "CARRICK_URL": self.hub.url}
         done = subprocess.run(
             ["bash", "-c", script],
             capture_output=True,
@@ -62,6 +64,8 @@ class Shell:
 
 def check():
     """Pastes block after block; each must print what the README says it does."""
+    if shutil.which("curl") is None:
+        raise Skip("curl is not installed")
     with Scene("readme") as scene:
         hub = Hub(scene, f"sqlite://{scene.folder / 'hub.db'}").start()
         shell = Shell(scene, hub)
@@ -69,9 +73,9 @@ def check():
 
         first = shell.paste(publish)
         assert " 201 " in first.splitlines()[0], first
-        account = json.loads(first.split("\r\n\r\n", 1)[1])
+        account = json.loads(first.split("\n\n", 1)[1])
         assert (account["accepted"], account["duplicates"]) == (1, 0), account
-        again = json.loads(shell.paste(publish).split("\r\n\r\n", 1)[1])
+        again = json.loads(shell.paste(publish).split("\n\n", 1)[1])
         assert (again["accepted"], again["duplicates"]) == (0, 1), again
 
         answer = json.loads(shell.paste(read))
@@ -92,7 +96,7 @@ def check_follow(shell, scene, hub, block):
     """`tail` shows what `publish` sends while it runs."""
     tail, publish = [line for line in block.splitlines() if line.strip()]
     tail = shell.adapt(tail).replace("$carrick", CARRICK)
-    process = scene.process("tail", ["bash", "-c", f"exec {tail}"], {"CARRICK_HUB": hub.url})
+    process = scene.process("tail", ["bash", "-c", f"exec {tail}"], {"CARRICK_URL": hub.url})
     process.start()
     # Nothing tells when it has begun to follow: publish until one of them shows.
     for _ in range(50):

@@ -23,8 +23,7 @@ RETRY_SECONDS = (0.05, 0.3)
 def book(db, event):
     """Books one event, unless the inbox has it; both in the caller's transaction."""
     fresh = db.changed(
-        "INSERT INTO carrick_inbox (handler, source, id) VALUES (?, ?, ?)"
-        " ON CONFLICT DO NOTHING",
+        "INSERT INTO carrick_inbox (handler, source, id) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
         (GROUP, event["source"], event["id"]),
     )
     if fresh == 0:

@@ -11,6 +11,14 @@ from .report import wait_until
 CARRICK = os.environ.get("CARRICK_BIN", "target/release/carrick")
 
 
+SETTINGS = (
+    # A hub on a database must be given its key; this one seals nothing but a test's positions.
+    f"seal-key={'5e' * 32}",
+    # Nobody balances load to it, so nobody needs time to see that it is leaving.
+    "drain.window=0s",
+)
+
+
 class Unavailable(Exception):
     """The hub did not answer, or said 5xx or 429: the effect of the call is not known."""
 
@@ -134,6 +142,8 @@ class Hub:
         self.url = f"http://127.0.0.1:{free_port()}"
         listen = self.url.removeprefix("http://")
         command = [CARRICK, "up", "--listen", listen, "--store", store]
+        for setting in SETTINGS:
+            command += ["--set", setting]
         self.process = scene.process("hub", command)
 
     def start(self):

@@ -26,7 +26,14 @@ class Process:
         self.name = name
         self.command = [str(part) for part in command]
         self.log = Path(log)
-        self.env = {**os.environ, **(env or {})}
+        # The caller's own settings of a hub must not reach this one; the suites' variables may.
+        keep = ("CARRICK_BIN", "CARRICK_TEST_POSTGRES")
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("CARRICK_") or name in keep
+        }
+        self.env = {**inherited, **(env or {})}
         self.child = None
 
     def start(self):
