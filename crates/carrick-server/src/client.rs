@@ -1,6 +1,6 @@
 //! A hub, over HTTP: what the command line and the relay speak through.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, bail};
 use async_trait::async_trait;
@@ -21,9 +21,14 @@ use http::{
     header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER},
 };
 use http_body_util::{BodyExt, Full, Limited};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::{
     client::legacy::{Client as Pool, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
+};
+use rustls::{
+    RootCertStore,
+    pki_types::{CertificateDer, pem::PemObject},
 };
 
 /// Bytes of an answer that are taken at most: a page of events has 4 MiB, or one large event.
@@ -32,7 +37,7 @@ const MAX_ANSWER: usize = 16 * 1024 * 1024;
 /// A client of one hub. Clones share its connections.
 #[derive(Clone, Debug)]
 pub struct Client {
-    pool: Pool<HttpConnector, Full<Bytes>>,
+    pool: Pool<HttpsConnector<HttpConnector>, Full<Bytes>>,
     base: Arc<str>,
     token: Option<HeaderValue>,
 }
@@ -58,16 +63,20 @@ pub struct Unreachable {
 }
 
 impl Client {
-    /// A client of the hub at `http://host:port`.
+    /// A client of the hub at `http://host:port` or `https://host:port`.
+    ///
+    /// * `ca`: a PEM file with the only certificates that are trusted; else those of the system are.
     ///
     /// # Errors
-    /// The URL or the token is not one.
-    pub fn new(base: &str, token: Option<&str>) -> anyhow::Result<Self> {
+    /// The URL or the token is not one, or there are no certificates to trust.
+    pub fn new(base: &str, token: Option<&str>, ca: Option<&Path>) -> anyhow::Result<Self> {
         let base = base.trim_end_matches('/');
         let uri: http::Uri = base.parse().with_context(|| format!("{base:?} is no URL"))?;
-        if uri.scheme_str() != Some("http") || uri.authority().is_none() || uri.path() != "/" {
-            bail!("the hub's URL must be http://host:port, not {base:?}");
+        let known = matches!(uri.scheme_str(), Some("http" | "https"));
+        if !known || uri.authority().is_none() || uri.path() != "/" {
+            bail!("the hub's URL must be http://host:port or https://host:port, not {base:?}");
         }
+        let is_tls = uri.scheme_str() == Some("https");
         let token = token.map(|token| format!("Bearer {token}").parse()).transpose();
         let mut token: Option<HeaderValue> = token.context("the token is no header value")?;
         if let Some(token) = &mut token {
@@ -75,7 +84,21 @@ impl Client {
         }
         let mut connector = HttpConnector::new();
         connector.set_nodelay(true);
+        connector.enforce_http(false);
         connector.set_connect_timeout(Some(Duration::from_secs(5)));
+        // Certificates are looked for only where they are needed.
+        let roots = if is_tls { trusted(ca)? } else { RootCertStore::empty() };
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let tls = rustls::ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .context("tls: no protocol versions")?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let connector = HttpsConnectorBuilder::new()
+            .with_tls_config(tls)
+            .https_or_http()
+            .enable_http1()
+            .wrap_connector(connector);
         let pool = Pool::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(Duration::from_secs(30))
@@ -139,6 +162,22 @@ impl Client {
     ) -> Result<Answer, Unreachable> {
         self.call(Method::POST, path, "application/json", body.to_string(), patience).await
     }
+}
+
+fn trusted(ca: Option<&Path>) -> anyhow::Result<RootCertStore> {
+    let certificates = match ca {
+        Some(path) => CertificateDer::pem_file_iter(path)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .with_context(|| format!("--ca: cannot read {}", path.display()))?,
+        // Some may be unreadable; only none at all is a fault.
+        None => rustls_native_certs::load_native_certs().certs,
+    };
+    let mut roots = RootCertStore::empty();
+    let (added, _) = roots.add_parsable_certificates(certificates);
+    if added == 0 {
+        bail!("there is no certificate to trust; name one with --ca");
+    }
+    Ok(roots)
 }
 
 impl Answer {

@@ -8,7 +8,7 @@ mod relay;
 mod tail;
 mod up;
 
-use std::{fmt, process::ExitCode, time::Duration};
+use std::{fmt, path::PathBuf, process::ExitCode, time::Duration};
 
 use carrick_core::config::InvalidConfig;
 use carrick_message::outbox::OutboxError;
@@ -49,6 +49,9 @@ struct Hub {
     /// A bearer token of the hub.
     #[arg(long, env = "CARRICK_TOKEN", hide_env_values = true)]
     token: Option<String>,
+    /// A PEM file with the certificates to trust, instead of the system's.
+    #[arg(long, env = "CARRICK_CA", value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// Output for machines.
     #[arg(long)]
     json: bool,
@@ -56,7 +59,8 @@ struct Hub {
 
 impl Hub {
     fn client(&self) -> anyhow::Result<Client> {
-        Client::new(&self.hub, self.token.as_deref()).map_err(|error| Usage(error).into())
+        Client::new(&self.hub, self.token.as_deref(), self.ca.as_deref())
+            .map_err(|error| Usage(error).into())
     }
 }
 

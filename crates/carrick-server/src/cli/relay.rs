@@ -1,6 +1,6 @@
 //! `carrick relay`: somebody's own outbox, to a hub.
 
-use std::{io::IsTerminal, net::SocketAddr, sync::Arc, time::Duration};
+use std::{io::IsTerminal, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, bail};
 use carrick_core::{
@@ -38,6 +38,9 @@ pub(super) struct RelayArguments {
     /// A bearer token of the hub.
     #[arg(long, env = "CARRICK_TOKEN", hide_env_values = true)]
     token: Option<String>,
+    /// A PEM file with the certificates to trust, instead of the system's.
+    #[arg(long, env = "CARRICK_CA", value_name = "FILE")]
+    ca: Option<PathBuf>,
     /// Makes the tables of outbox and inbox, and ends: a consumer's own database needs it too.
     #[arg(long)]
     migrate_only: bool,
@@ -73,7 +76,8 @@ impl RelayArguments {
             let wrong = anyhow::anyhow!("--admin must be a loopback address");
             return Err(Usage(wrong).into());
         }
-        let client = Client::new(&self.to, self.token.as_deref()).map_err(Usage)?;
+        let client =
+            Client::new(&self.to, self.token.as_deref(), self.ca.as_deref()).map_err(Usage)?;
         let telemetry = Telemetry::start(&TelemetryOptions::default())?;
         let outbox = Outbox::open(&self.database).await.map_err(|error| match error {
             error @ OutboxError::Invalid { .. } => anyhow::Error::new(Usage(error.into())),

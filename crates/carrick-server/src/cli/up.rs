@@ -21,8 +21,14 @@ use crate::{
 };
 
 /// Variables that begin like settings and are none.
-const NOT_SETTINGS: [&str; 5] =
-    ["CARRICK_URL", "CARRICK_TOKEN", "CARRICK_CONFIG", "CARRICK_BIN", "CARRICK_TEST_POSTGRES"];
+const NOT_SETTINGS: [&str; 6] = [
+    "CARRICK_URL",
+    "CARRICK_TOKEN",
+    "CARRICK_CA",
+    "CARRICK_CONFIG",
+    "CARRICK_BIN",
+    "CARRICK_TEST_POSTGRES",
+];
 
 /// Settings of the hub.
 #[derive(Debug, Default, Args)]

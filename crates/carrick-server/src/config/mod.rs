@@ -217,6 +217,11 @@ impl HubConfig {
         self.listen
     }
 
+    /// TLS of the listener, if it has it.
+    pub fn tls(&self) -> Option<&TlsOptions> {
+        self.tls.as_ref()
+    }
+
     /// How much it takes at a time.
     pub fn limits(&self) -> &LimitOptions {
         &self.limits

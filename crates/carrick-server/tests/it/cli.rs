@@ -146,3 +146,26 @@ async fn a_relay_empties_the_outbox_of_a_file_and_ends() {
     let told: Value = serde_json::from_str(&replay.out).unwrap();
     assert_eq!(told["remembered"], 25, "the hub recognises what it has");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_hub_behind_tls_is_reached_by_who_trusts_its_certificate() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let (certificate, key) = (folder.path().join("c.pem"), folder.path().join("k.pem"));
+    std::fs::write(&certificate, made.cert.pem()).unwrap();
+    std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
+    let hub = Running::start(|options| {
+        options.tls.certificate = certificate.clone();
+        options.tls.key = key;
+    })
+    .await;
+    let url = format!("https://{}", hub.address);
+    let publish = ["publish", "t", "--type", "t.done.v1", "--hub", &url];
+    let trusted = [&publish[..], &["--ca", certificate.to_str().unwrap()]].concat();
+    let done = run(None, &trusted, "");
+    assert_eq!((done.code, &*done.out), (0, "1 published, 0 were there already\n"), "{}", done.err);
+    let stranger = run(None, &publish, "");
+    assert_eq!(stranger.code, 4, "{}", stranger.err);
+    // Whoever speaks without TLS gets no further than the handshake.
+    assert!(!hub.exchange(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.contains("200"));
+}

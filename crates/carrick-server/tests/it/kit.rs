@@ -43,7 +43,8 @@ impl Running {
         let drain = Drain::new(DrainConfig::try_from(options.drain.clone()).unwrap());
         let config = HubConfig::try_from(options).unwrap();
         let hub = Hub::open(&config).await.unwrap();
-        let listener = Listener::bind(config.listen(), None, config.limits()).await.unwrap();
+        let listener =
+            Listener::bind(config.listen(), config.tls(), config.limits()).await.unwrap();
         let address = listener.address().unwrap();
         let health = Health::new(HealthConfig::default());
         health.follow(&drain);
@@ -152,7 +153,7 @@ pub(crate) async fn rest(stream: &mut TcpStream) -> String {
     let mut text = Vec::new();
     let read = stream.read_to_end(&mut text);
     tokio::time::timeout(Duration::from_secs(20), read).await.expect("the hub closes").unwrap();
-    String::from_utf8(text).unwrap()
+    String::from_utf8_lossy(&text).into_owned()
 }
 
 #[derive(Debug)]
