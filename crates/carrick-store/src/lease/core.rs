@@ -132,6 +132,14 @@ impl Filling {
     }
 }
 
+/// The unfinished records of a key.
+#[derive(Debug, Default)]
+struct Chain {
+    all: BTreeSet<Seq>,
+    /// Those of them that are with a holder: one and the same, for none is handed out beside them.
+    leased: BTreeSet<Seq>,
+}
+
 /// A group.
 #[derive(Debug, Default)]
 pub(crate) struct State {
@@ -139,8 +147,7 @@ pub(crate) struct State {
     fence: u64,
     now: Micros,
     items: BTreeMap<Seq, Item>,
-    /// The unfinished records of each key.
-    keys: HashMap<Arc<str>, BTreeSet<Seq>>,
+    keys: HashMap<Arc<str>, Chain>,
     /// When leases end and waiting ends.
     timers: BTreeSet<(Micros, Seq)>,
     /// Heads, and records without a key, whose waiting has ended.
@@ -157,7 +164,7 @@ impl State {
         Self { cursor, moved: true, ..Self::default() }
     }
 
-    #[cfg(feature = "postgres")]
+    #[cfg(any(test, feature = "postgres"))]
     pub(crate) fn now(&self) -> Micros {
         self.now
     }
@@ -170,7 +177,7 @@ impl State {
         &self.items
     }
 
-    #[cfg(all(test, feature = "postgres"))]
+    #[cfg(test)]
     pub(crate) fn leased(&self) -> usize {
         self.leased
     }
@@ -211,9 +218,9 @@ impl State {
             self.timers.pop_first();
             let item = self.items.get(&seq).expect("a timer belongs to an unfinished record");
             if let Place::Leased(_) = item.place {
-                let (fence, key) = (item.fence, item.key.clone());
+                let key = item.key.clone();
                 self.place(seq, Place::Waiting(at));
-                self.end_followers(key, seq, fence, true);
+                self.end_followers(key, seq, true);
             } else {
                 self.refresh(seq);
             }
@@ -251,15 +258,14 @@ impl State {
     fn hand_out_key(&mut self, key: &Arc<str>, filling: &mut Filling) {
         let Some(chain) = self.keys.get(key) else { return };
         // A head that was redriven while a later record is with a holder waits for that one.
-        let is_leased = |seq: &Seq| matches!(self.items[seq].place, Place::Leased(_));
-        if chain.iter().any(is_leased) {
+        if !chain.leased.is_empty() {
             return;
         }
         let now = self.now;
         let is_due = |seq: &&Seq| matches!(self.items[*seq].place, Place::Waiting(at) if at <= now);
         // No more than fits is looked at: a key may have thousands waiting.
         let due: Vec<Seq> =
-            chain.iter().take(filling.records).take_while(is_due).copied().collect();
+            chain.all.iter().take(filling.records).take_while(is_due).copied().collect();
         for seq in due {
             if self.leased >= LEASED || !self.hand_out(seq, filling) {
                 return;
@@ -298,7 +304,7 @@ impl State {
         debug_assert!(new.seq > self.cursor, "a record is looked at once");
         let due = new.due.filter(|&at| at > self.now);
         let follows = new.key.as_ref().and_then(|key| self.keys.get(key)).map(|chain| {
-            let last = chain.last().expect("a key without unfinished records is not kept");
+            let last = chain.all.last().expect("a key without unfinished records is not kept");
             let last = &self.items[last];
             last.fence == filling.fence && matches!(last.place, Place::Leased(_))
         });
@@ -366,11 +372,11 @@ impl State {
                     self.give_back(seq);
                 }
                 self.place(seq, Place::Waiting(at));
-                self.end_followers(key, seq, fence, false);
+                self.end_followers(key, seq, false);
             }
             Settle::Bury { cause } => {
                 let buried = self.bury(seq, cause);
-                self.end_followers(key, seq, fence, false);
+                self.end_followers(key, seq, false);
                 return Some(Some(buried));
             }
         }
@@ -464,30 +470,21 @@ impl State {
                 Place::Leased(_) => true,
                 Place::Waiting(at) => at > self.now || item.attempt > 0,
             };
-            (chain.first() == Some(&seq) && blocked).then(|| (seq, key, item, chain.len() - 1))
+            (chain.all.first() == Some(&seq) && blocked)
+                .then(|| (seq, key, item, chain.all.len() - 1))
         })
     }
 
     /// Ends the leases of those records of a key that were claimed together with `head` and follow
     /// it.
-    fn end_followers(&mut self, key: Option<Arc<str>>, head: Seq, fence: u64, counted: bool) {
+    fn end_followers(&mut self, key: Option<Arc<str>>, head: Seq, counted: bool) {
         let Some(chain) = key.and_then(|key| self.keys.get(&key)) else { return };
-        let followers: Vec<Seq> = chain
-            .range(head + 1..)
-            .take_while(|seq| {
-                let item = &self.items[*seq];
-                // Those that were acknowledged out of order leave gaps; another claim's end it.
-                item.fence == fence
-            })
-            .copied()
-            .collect();
+        let followers: Vec<Seq> = chain.leased.range(head + 1..).copied().collect();
         for seq in followers {
-            if matches!(self.items[&seq].place, Place::Leased(_)) {
-                if !counted {
-                    self.give_back(seq);
-                }
-                self.place(seq, Place::Waiting(0));
+            if !counted {
+                self.give_back(seq);
             }
+            self.place(seq, Place::Waiting(0));
         }
     }
 
@@ -519,8 +516,9 @@ impl State {
         }
         if let Some(key) = &item.key {
             let chain = self.keys.get_mut(key).expect("a keyed record is in its key");
-            chain.remove(&seq);
-            match chain.first() {
+            chain.all.remove(&seq);
+            chain.leased.remove(&seq);
+            match chain.all.first() {
                 Some(&head) if head > seq => self.refresh(head),
                 Some(_) => {}
                 None => {
@@ -543,8 +541,11 @@ impl State {
         let mut second = None;
         if let Some(key) = &item.key {
             let chain = self.keys.entry(Arc::clone(key)).or_default();
-            chain.insert(seq);
-            second = chain.range(seq + 1..).next().copied();
+            chain.all.insert(seq);
+            if matches!(item.place, Place::Leased(_)) {
+                chain.leased.insert(seq);
+            }
+            second = chain.all.range(seq + 1..).next().copied();
         }
         self.items.insert(seq, item);
         self.refresh(seq);
@@ -557,7 +558,7 @@ impl State {
     /// Says anew whether a record is ready.
     fn refresh(&mut self, seq: Seq) {
         let item = &self.items[&seq];
-        let is_head = item.key.as_ref().is_none_or(|key| self.keys[key].first() == Some(&seq));
+        let is_head = item.key.as_ref().is_none_or(|key| self.keys[key].all.first() == Some(&seq));
         if is_head && matches!(item.place, Place::Waiting(at) if at <= self.now) {
             self.ready.insert(seq);
         } else {
@@ -582,7 +583,7 @@ impl State {
     }
 
     /// The whole state, as the change that makes it from nothing.
-    #[cfg(feature = "postgres")]
+    #[cfg(any(test, feature = "postgres"))]
     pub(crate) fn whole(&self) -> Change {
         let put = self.items.iter().map(|(&seq, item)| (seq, item.clone())).collect();
         Change { cursor: self.cursor, fence: self.fence, put, gone: Vec::new() }

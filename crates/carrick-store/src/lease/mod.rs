@@ -15,6 +15,8 @@
 
 pub(crate) mod claim;
 pub(crate) mod core;
+#[cfg(test)]
+mod model;
 mod token;
 
 pub use self::token::InvalidToken;

@@ -14,8 +14,6 @@
 mod codec;
 mod fill;
 mod journal;
-#[cfg(test)]
-mod model;
 
 use std::{mem, sync::Arc};
 

@@ -1,18 +1,15 @@
-//! A group's decisions and its codec against an observer who knows the rules: whatever happens, the
-//! order of keys and the leases hold, and a copy that follows the journal is at the same point.
+//! A group's decisions against an observer who knows the rules: whatever happens, the order of keys
+//! and the leases hold, nothing is lost, and a copy that follows the changes is at the same point.
 
 use std::{collections::BTreeSet, sync::Arc};
 
 use proptest::prelude::*;
 
-use super::codec;
-use crate::{
-    lease::{
-        Settle,
-        core::{Item, Micros, New, Place, State, WAITING},
-    },
-    log::Seq,
+use super::{
+    Settle,
+    core::{Item, Micros, New, Place, State, WAITING},
 };
+use crate::log::Seq;
 
 /// What happens to a group, step by step.
 #[derive(Clone, Debug)]
@@ -92,8 +89,7 @@ impl World {
             Step::Settle { .. } => {}
         }
         if let Some(change) = self.state.take_change() {
-            let written = codec::decode(&codec::encode(&change));
-            self.copy.apply(written.expect("it was just written"), self.state.now());
+            self.copy.apply(change, self.state.now());
         }
         self.copy.advance(self.state.now());
         assert_eq!(self.copy.whole(), self.state.whole());
@@ -222,6 +218,28 @@ proptest! {
         prop_assert_eq!(world.state.floor(), world.log.len() as u64 + 1);
         prop_assert!(world.state.next_timer().is_none() && !world.state.has_ready());
     }
+}
+
+#[test]
+fn a_failed_head_ends_its_followers_also_past_one_that_was_redriven() {
+    let mut state = State::at(0);
+    state.advance(1);
+    let new =
+        |seq| New { seq, key: Some("k".into()), due: None, expires: None, stored: 1, size: 1 };
+    let mut claim = state.claim(3, 100, 1000);
+    for seq in 1..=3 {
+        assert!(state.offer(new(seq), &mut claim));
+    }
+    let bury = Settle::Bury { cause: "bad".to_owned() };
+    state.settle(2, claim.fence, &bury);
+    // Burying 2 has ended 3's lease; all of them are claimed again, but for 2, which comes late.
+    state.settle(1, claim.fence, &Settle::Release { delay: Default::default(), counted: true });
+    let again = state.claim(3, 100, 1000);
+    assert_eq!(again.taken, [1, 3]);
+    state.redrive(new(2));
+    state.settle(1, again.fence, &Settle::Release { delay: Default::default(), counted: true });
+    assert_eq!(state.settle(3, again.fence, &Settle::Ack), None, "its head failed");
+    assert_eq!(state.claim(3, 100, 1000).taken, [1, 2, 3]);
 }
 
 #[test]
