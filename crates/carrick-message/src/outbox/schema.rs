@@ -95,7 +95,8 @@ CREATE UNIQUE INDEX carrick_outbox_version ON carrick_outbox (topic, key, versio
 // snapshot can tell which transactions may still bring a lower one.
 // `json` for what is JSON: refused at the INSERT if it is not, and kept to the byte, which `jsonb`
 // does not do. EXTERNAL: sizes are known without reading, and nothing is compressed and expanded
-// again on its way.
+// again on its way. Checks run at every mark too: a counted repeat in the expression for the topic
+// would make them three times as slow.
 const POSTGRES: &str = "
 CREATE SEQUENCE carrick_outbox_seq AS bigint CACHE 1;
 CREATE TABLE carrick_outbox (
@@ -127,7 +128,7 @@ CREATE TABLE carrick_outbox (
     data_binary     bytea,
     event           text,
     CONSTRAINT carrick_outbox_topic_is_a_name CHECK (
-        topic ~ '^([A-Za-z0-9._-]{1,200}/)?[A-Za-z0-9._-]{1,200}$'),
+        topic ~ '^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?$' AND length(topic) <= 401),
     CONSTRAINT carrick_outbox_key_has_1_to_500_bytes CHECK (
         octet_length(key) BETWEEN 1 AND 500),
     CONSTRAINT carrick_outbox_version_needs_a_key CHECK (version IS NULL OR key IS NOT NULL),

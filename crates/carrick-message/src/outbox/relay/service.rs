@@ -229,6 +229,10 @@ impl Service {
                 self.core.marked(&marks, marked, now);
                 self.published += accepted;
                 self.failed += failed;
+                self.progress.send_modify(|progress| {
+                    (progress.published, progress.failed) = (self.published, self.failed);
+                    progress.blocked = self.core.blocked();
+                });
                 metrics::counter!("carrick_outbox_published_total").increment(accepted);
                 metrics::counter!("carrick_outbox_failed_total").increment(failed);
                 let stale = (accepted + failed).saturating_sub(marked as u64);
