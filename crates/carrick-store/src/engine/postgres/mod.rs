@@ -1,11 +1,11 @@
 //! The engine on PostgreSQL 13 or newer.
 //!
 //! Any number of processes share the tables. What must take turns does so on an advisory lock that
-//! ends with its transaction: appends of one stream ([`append`]), transactions of one group
-//! ([`group`]). Transactions are short, their statements work on sets, and what many callers want at
-//! once goes into one of them ([`lanes`]). The database's clock is the only clock. Nothing is kept
-//! in a session but the optional `LISTEN` ([`notices`]), so a transaction pooler may stand between.
-//! Read [`schema`] for how a snapshot that somebody holds open does no harm.
+//! ends with its transaction: appends of one stream (`append`), transactions of one group
+//! (`group`). Transactions are short, their statements work on sets, and what many callers want at
+//! once goes into one of them (`lanes`). The database's clock is the only clock. Nothing is kept
+//! in a session but the optional `LISTEN` (`notices`), so a transaction pooler may stand between.
+//! Read `schema` for how a snapshot that somebody holds open does no harm.
 
 mod append;
 mod config;
