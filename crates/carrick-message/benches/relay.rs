@@ -7,6 +7,8 @@
 //! Postgres is measured if `CARRICK_TEST_POSTGRES` names a server.
 
 use std::{
+    cell::RefCell,
+    ops::Range,
     path::Path,
     sync::Arc,
     time::{Duration, Instant as Wall},
@@ -17,7 +19,7 @@ use carrick_core::{
     name::{Group, Topic},
 };
 use carrick_message::{
-    broker::{Broker, LeaseRequest, StoreBroker, Verdict},
+    broker::{Broker, Delivery, LeaseRequest, StoreBroker, Verdict},
     inbox::{self, EventId, Seen},
     outbox::{self, Outbox, OutboxEvent, Relay, RelayConfig, sqlx_postgres::KeyOrder},
 };
@@ -132,10 +134,12 @@ async fn sqlite() {
     }
 
     let outbox = Outbox::sqlite(&path).await.unwrap();
-    let mut number = EVENTS;
-    latency("SQLite", &outbox, async || {
-        number += 1;
-        outbox::rusqlite::append(&conn, &event(number)).unwrap();
+    latency("SQLite", &outbox, async |numbers| {
+        let tx = conn.unchecked_transaction().unwrap();
+        for number in numbers {
+            outbox::rusqlite::append(&tx, &event(number)).unwrap();
+        }
+        tx.commit().unwrap();
     })
     .await;
 
@@ -210,19 +214,20 @@ async fn drain(outbox: &Outbox, store: Arc<dyn Store>) {
 }
 
 /// From the end of a commit to a handler, with a wake-up after it: idle, and at 5000 a second.
-async fn latency(name: &str, outbox: &Outbox, mut append: impl AsyncFnMut()) {
+/// `append` commits events of these numbers in one transaction.
+async fn latency(name: &str, outbox: &Outbox, mut append: impl AsyncFnMut(Range<usize>)) {
     let broker = Arc::new(StoreBroker::new(memory()));
     let relay = Relay::spawn(outbox, broker.clone(), RelayConfig::default());
     let group = Group::new("bench").unwrap();
     let request =
-        LeaseRequest { wait: Duration::from_secs(5), max: 100, ..LeaseRequest::default() };
-    let ack = async |deliveries: &[carrick_message::broker::Delivery]| {
+        LeaseRequest { wait: Duration::from_secs(5), max: 1000, ..LeaseRequest::default() };
+    let ack = async |deliveries: &[Delivery]| {
         let acks = deliveries.iter().map(|delivery| (delivery.lease.clone(), Verdict::Ack));
         broker.settle(acks.collect()).await.unwrap();
     };
     let mut idle = Vec::new();
-    for _ in 0..200 {
-        append().await;
+    for number in EVENTS..EVENTS + 200 {
+        append(number..number + 1).await;
         let committed = Wall::now();
         relay.waker().wake();
         let got = broker.lease(&topic(), &group, request).await.unwrap();
@@ -230,13 +235,44 @@ async fn latency(name: &str, outbox: &Outbox, mut append: impl AsyncFnMut()) {
         ack(&got).await;
         tokio::time::sleep(Duration::from_millis(3)).await;
     }
-    let percentile = |times: &mut Vec<Duration>, share: f64| {
-        times.sort();
-        times[((times.len() - 1) as f64 * share) as usize]
+    tell(&format!("{name}, idle"), &mut idle);
+
+    const STEADY: usize = 20_000;
+    const AT_ONCE: usize = 25;
+    let first = EVENTS + 200;
+    let committed = RefCell::new(vec![None; STEADY]);
+    let produce = async {
+        let mut ticks = tokio::time::interval(Duration::from_millis(5));
+        for at in (0..STEADY).step_by(AT_ONCE) {
+            ticks.tick().await;
+            append(first + at..first + at + AT_ONCE).await;
+            committed.borrow_mut()[at..at + AT_ONCE].fill(Some(Wall::now()));
+            relay.waker().wake();
+        }
     };
-    let (half, most) = (percentile(&mut idle, 0.5), percentile(&mut idle, 0.99));
-    println!("{name}, idle: commit to handler p50 {half:.1?}, p99 {most:.1?}");
+    let mut steady = Vec::with_capacity(STEADY);
+    let consume = async {
+        while steady.len() < STEADY {
+            let got = broker.lease(&topic(), &group, request).await.unwrap();
+            let now = Wall::now();
+            for delivery in &got {
+                let number: usize = delivery.event.id().parse().unwrap();
+                // The handler may come before the writer has looked at its watch.
+                let since = committed.borrow()[number - first].unwrap_or(now);
+                steady.push(now - since);
+            }
+            ack(&got).await;
+        }
+    };
+    tokio::join!(produce, consume);
+    tell(&format!("{name}, 5000 a second"), &mut steady);
     relay.stop().await;
+}
+
+fn tell(what: &str, times: &mut [Duration]) {
+    times.sort();
+    let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize];
+    println!("{what}: commit to handler p50 {:.1?}, p99 {:.1?}", at(0.5), at(0.99));
 }
 
 async fn postgres() {
@@ -272,12 +308,10 @@ async fn postgres() {
     let span = Span::start();
     drain(&outbox, file).await;
     table.line("Postgres, relay to the broker on an SQLite file", EVENTS, &span);
-    let mut number = EVENTS;
-    latency("Postgres", &outbox, async || {
-        number += 1;
+    latency("Postgres", &outbox, async |numbers| {
+        let events: Vec<OutboxEvent> = numbers.map(event).collect();
         let mut tx = pool.begin().await.unwrap();
-        let event = event(number);
-        outbox::sqlx_postgres::append(&mut tx, &event, KeyOrder::Lock).await.unwrap();
+        outbox::sqlx_postgres::append_all(&mut tx, &events, KeyOrder::Lock).await.unwrap();
         tx.commit().await.unwrap();
     })
     .await;

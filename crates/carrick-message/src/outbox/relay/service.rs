@@ -126,7 +126,8 @@ impl Service {
                 marking = self.mark(marks);
             }
             self.let_go();
-            let next = self.core.next_time(now).min(end.unwrap_or_else(|| now + CALL));
+            // A moment at least: while it stops, what is due is not done any more.
+            let next = self.core.next_time(now).max(now + Duration::from_millis(1));
             tokio::select! {
                 (read, answer) = &mut reading => self.on_read(&read, answer),
                 (marks, answer) = &mut marking => self.on_marked(marks, answer),

@@ -388,8 +388,9 @@ impl Core {
     /// The read failed; says how long to wait.
     pub(crate) fn read_failed(&mut self, read: &Read, now: Instant, rng: &mut impl Rng) {
         let pause = DATABASE_BACKOFF.delay(self.read_failures, rng);
+        let failures = self.read_failures.saturating_add(1);
         self.read_ended();
-        self.read_failures = self.read_failures.saturating_add(1);
+        self.read_failures = failures;
         self.pace.later(pause, now);
         match read {
             Read::Scan(_) => {}

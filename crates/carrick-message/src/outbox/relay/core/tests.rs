@@ -276,6 +276,32 @@ fn memory_is_bounded_whatever_the_backlog() {
     assert!(core.held() > 150);
 }
 
+#[test]
+fn a_database_that_refuses_is_left_alone_for_longer_and_longer() {
+    // Field report 29: 30 000 lines in 20 s, while a database was read-only.
+    let start = Instant::now();
+    let mut rng = StdRng::seed_from_u64(7);
+    let mut core = core_with((1..=10).map(|seq| row(seq, "")).collect(), start);
+    let batch = core.next_batch(start).unwrap();
+    core.published(batch.id, start);
+    let (mut reads, mut marks, mut now) = (0, 0, start);
+    while now < start + Duration::from_secs(20) {
+        if let Some(read) = core.next_read(now) {
+            reads += 1;
+            core.read_failed(&read, now, &mut rng);
+        }
+        if let Some(failed) = core.next_marks(now) {
+            marks += 1;
+            core.mark_failed(failed, now, &mut rng);
+        }
+        now = core.next_time(now).max(now + Duration::from_millis(1));
+    }
+    assert!((5..50).contains(&reads), "{reads} reads");
+    assert!((5..50).contains(&marks), "{marks} marks");
+    let later = now + Duration::from_secs(5);
+    assert_eq!(core.next_marks(later).unwrap().accepted.len(), 10, "nothing is forgotten");
+}
+
 /// A database and a broker, both made up.
 struct World {
     rows: BTreeMap<Seq, Sim>,
