@@ -43,9 +43,13 @@ macro_rules! store_contract {
             a_repeat_is_a_duplicate_also_within_one_call_and_after_a_restart
             concurrent_appends_leave_no_gap
             reads_are_bounded_and_tell_what_is_gone
+            a_dropped_append_is_whole_or_absent
             a_trim_spares_what_is_not_finished_or_dead
+            a_trim_waits_for_every_group
             streams_are_listed_by_name
             a_claim_is_exclusive_and_an_ack_ends_it
+            a_claim_is_bounded_by_bytes_and_never_empty_for_them
+            settlements_of_one_call_are_answered_in_order
             a_lease_that_ran_out_comes_again_with_a_new_token
             a_stale_token_changes_nothing
             a_released_record_waits_and_counts_only_if_told
@@ -55,13 +59,16 @@ macro_rules! store_contract {
             groups_are_independent_and_start_where_they_are_told
             dead_letters_are_listed_redriven_and_purged
             blocked_keys_are_listed_and_skipped
+            a_stuck_group_looks_no_further_than_ten_thousand
             several_claimers_keep_every_key_in_order_and_lose_nothing
             leases_survive_a_restart
             a_dropped_claim_loses_nothing
             arguments_are_checked
             one_reservation_wins_and_its_answer_is_kept
             a_reservation_that_ran_out_completes_nothing
+            what_was_done_is_remembered_across_a_restart
             fence_tokens_only_grow
+            of_simultaneous_acquisitions_one_is_held
             a_waiter_is_woken_by_an_append
         );
     };
@@ -227,6 +234,50 @@ mod checks {
         assert_eq!(store.trim(&stream(), trim).await.unwrap(), 2, "2 and 4; 5 was never claimed");
     }
 
+    pub async fn a_trim_waits_for_every_group(subject: &dyn Subject) {
+        let store = subject.open().await;
+        append(&store, vec![record("a"), record("b"), record("c")]).await;
+        for claimed in claim(&store, 9).await.claimed {
+            settle(&store, claimed.token, Settle::Ack).await;
+        }
+        let slow = Group::new("slow").unwrap();
+        store.create_group(&stream(), &slow, Start::Earliest).await.unwrap();
+        subject.pass(SECOND).await;
+        let trim = Trim { stored_before: subject.now().await, limit: 100 };
+        assert_eq!(store.trim(&stream(), trim).await.unwrap(), 0, "one group has not begun");
+        let ask = Claim { records: 2, bytes: 1 << 20, lease: 60 * SECOND };
+        let claims = store.claim(&stream(), &slow, ask).await.unwrap();
+        let retry = release(60 * SECOND, true);
+        settle(&store, claims.claimed[1].token, retry).await;
+        settle(&store, claims.claimed[0].token, Settle::Ack).await;
+        assert_eq!(store.trim(&stream(), trim).await.unwrap(), 1, "2 waits for a retry");
+        let none = Trim { stored_before: trim.stored_before - 60 * SECOND, ..trim };
+        assert_eq!(store.trim(&stream(), none).await.unwrap(), 0, "nothing is that old");
+    }
+
+    pub async fn a_dropped_append_is_whole_or_absent(subject: &dyn Subject) {
+        let store = subject.open().await;
+        for n in 0..20 {
+            let pair = vec![record(&format!("{n}a")), record(&format!("{n}b"))];
+            let stream = stream();
+            let appending = store.append(&stream, pair);
+            // Polled once, and dropped in whatever state it then is.
+            drop(futures_util::future::select(appending, std::future::ready(())).await);
+        }
+        // What is below a number that a reader may see is settled.
+        let last = append(&store, vec![record("last")]).await[0];
+        let read = store.read(&stream(), 0, ReadLimit::default()).await.unwrap();
+        let texts: Vec<_> = read
+            .iter()
+            .take_while(|record| record.seq < last)
+            .map(|record| String::from_utf8(record.body.to_vec()).unwrap())
+            .collect();
+        for pair in texts.chunks(2) {
+            let [first, second] = pair else { panic!("half of a call: {texts:?}") };
+            assert_eq!(first.trim_end_matches('a'), second.trim_end_matches('b'), "{texts:?}");
+        }
+    }
+
     pub async fn streams_are_listed_by_name(subject: &dyn Subject) {
         let store = subject.open().await;
         for name in ["b", "a", "c"] {
@@ -259,6 +310,42 @@ mod checks {
         assert_eq!((stats.backlog, stats.leased), (1, 1));
         let named = store.group_of(first.claimed[0].token).await.unwrap();
         assert_eq!(named, Some((stream(), group())));
+    }
+
+    pub async fn a_claim_is_bounded_by_bytes_and_never_empty_for_them(subject: &dyn Subject) {
+        let store = subject.open().await;
+        append(&store, (0..5).map(|_| record(&"x".repeat(100))).collect()).await;
+        let ask = |bytes| Claim { records: 9, bytes, lease: 60 * SECOND };
+        let claim = async |bytes| store.claim(&stream(), &group(), ask(bytes)).await.unwrap();
+        assert_eq!(seqs(&claim(250).await), [1, 2]);
+        let one = claim(1).await;
+        assert_eq!(seqs(&one), [3], "one at least, or a large one would be stuck for ever");
+        assert!(one.next_ready.is_some(), "more is ready");
+        // What waits here already is bounded too.
+        settle(&store, one.claimed[0].token, release(Duration::ZERO, false)).await;
+        assert_eq!(seqs(&claim(150).await), [3]);
+        assert_eq!(seqs(&claim(1 << 20).await), [4, 5]);
+    }
+
+    pub async fn settlements_of_one_call_are_answered_in_order(subject: &dyn Subject) {
+        let store = subject.open().await;
+        let records = vec![keyed("a", "1"), keyed("a", "2"), record("3"), record("4")];
+        append(&store, records).await;
+        let claims = claim(&store, 9).await;
+        let token = |index: usize| claims.claimed[index].token;
+        let asked = vec![
+            (token(3), Settle::Ack),
+            (token(0), release(60 * SECOND, true)),
+            (token(1), Settle::Ack),
+            (token(3), Settle::Ack),
+            (token(2), bury("bad")),
+        ];
+        let settled = store.settle(asked).await.unwrap();
+        use Settled::{Done, Stale};
+        assert_eq!(settled, [Done, Done, Stale, Stale, Done], "2's lease ended with its head's");
+        assert_eq!(store.settle(Vec::new()).await.unwrap(), []);
+        let (_, stats) = store.groups(&stream()).await.unwrap().remove(0);
+        assert_eq!((stats.backlog, stats.waiting, stats.dead), (2, 2, 1));
     }
 
     pub async fn a_lease_that_ran_out_comes_again_with_a_new_token(subject: &dyn Subject) {
@@ -417,6 +504,32 @@ mod checks {
         assert_eq!(seqs(&claim(&store, 9).await), [2, 4]);
     }
 
+    pub async fn a_stuck_group_looks_no_further_than_ten_thousand(subject: &dyn Subject) {
+        let store = subject.open().await;
+        for _ in 0..11 {
+            append(&store, (0..MAX_BATCH).map(|_| keyed("stuck", "")).collect()).await;
+        }
+        append(&store, vec![keyed("free", "")]).await;
+        let ask = Claim { records: 1, bytes: 1 << 20, lease: 60 * SECOND };
+        let head = store.claim(&stream(), &group(), ask).await.unwrap();
+        assert_eq!(seqs(&head), [1]);
+        // Whatever is asked for, what is behind the key is looked at up to the bound.
+        assert!(claim(&store, MAX_BATCH).await.claimed.is_empty());
+        let (_, stats) = store.groups(&stream()).await.unwrap().remove(0);
+        assert_eq!((stats.waiting, stats.backlog), (10_000, 11_001));
+        settle(&store, head.claimed[0].token, Settle::Ack).await;
+        let mut seen = 1;
+        while seen < 11_001 {
+            let claims = claim(&store, MAX_BATCH).await;
+            assert!(!claims.claimed.is_empty(), "stuck after {seen}");
+            seen += claims.claimed.len();
+            let acks = claims.claimed.iter().map(|claimed| (claimed.token, Settle::Ack));
+            let settled = store.settle(acks.collect()).await.unwrap();
+            assert!(settled.iter().all(|settled| *settled == Settled::Done));
+        }
+        assert!(claim(&store, 9).await.claimed.is_empty());
+    }
+
     pub async fn several_claimers_keep_every_key_in_order_and_lose_nothing(subject: &dyn Subject) {
         const EVENTS: usize = 400;
         let store = subject.open().await;
@@ -526,15 +639,35 @@ mod checks {
             let ask = Claim { records, bytes: 1, lease };
             invalid(store.claim(&stream(), &group(), ask).await.unwrap_err());
         }
+        append(&store, vec![record(""); MAX_BATCH]).await;
+        let limit = ReadLimit { records: MAX_BATCH + 1, bytes: 1 };
+        invalid(store.read(&stream(), 0, limit).await.unwrap_err());
         let limit = ReadLimit { records: 0, bytes: 1 };
         invalid(store.read(&stream(), 0, limit).await.unwrap_err());
         let token = claim(&store, 1).await.claimed[0].token;
         let long = release(Duration::from_secs(31 * 86_400), true);
         invalid(store.settle(vec![(token, long)]).await.unwrap_err());
+        let short = Settle::Extend { lease: SECOND / 2 };
+        invalid(store.settle(vec![(token, Settle::Ack), (token, short)]).await.unwrap_err());
+        let many = vec![(token, Settle::Ack); MAX_BATCH + 1];
+        invalid(store.settle(many).await.unwrap_err());
+        assert_eq!(settle(&store, token, bury(&"é".repeat(3000))).await, Settled::Done);
+        let letter = store.dead_letters(&stream(), &group(), 0, 1).await.unwrap().remove(0);
+        assert_eq!(letter.cause, "é".repeat(2048), "cut to 4 KiB");
         invalid(store.acquire("", SECOND).await.unwrap_err());
         invalid(store.acquire(&"n".repeat(201), SECOND).await.unwrap_err());
-        let key = OnceKey { scope: String::new(), key: "k".to_owned(), fingerprint: 0 };
-        invalid(store.reserve(&key, SECOND).await.unwrap_err());
+        let key = |scope: usize, key: usize| OnceKey {
+            scope: "s".repeat(scope),
+            key: "k".repeat(key),
+            fingerprint: u128::MAX,
+        };
+        for wrong in [key(0, 1), key(1, 0), key(201, 1), key(1, 201)] {
+            invalid(store.reserve(&wrong, SECOND).await.unwrap_err());
+        }
+        let longest = store.reserve(&key(200, 200), SECOND).await.unwrap();
+        assert!(matches!(longest, Reserved::New(_)));
+        let longest = store.acquire(&"n".repeat(200), SECOND).await.unwrap();
+        assert!(matches!(longest, Acquired::Held(_)));
     }
 
     fn key(fingerprint: u128) -> OnceKey {
@@ -584,6 +717,38 @@ mod checks {
         subject.pass(SECOND).await;
         assert_eq!(store.sweep(10).await.unwrap(), 1);
         assert_eq!(store.sweep(10).await.unwrap(), 0);
+    }
+
+    pub async fn what_was_done_is_remembered_across_a_restart(subject: &dyn Subject) {
+        if !subject.is_durable() {
+            return; // this engine declares that it keeps nothing
+        }
+        let store = subject.open().await;
+        let open = OnceKey { key: "open".to_owned(), ..key(1) };
+        let Reserved::New(token) = store.reserve(&key(1), 60 * SECOND).await.unwrap() else {
+            panic!("the first is new");
+        };
+        store.complete(&key(1), token, Bytes::new(), 60 * SECOND).await.unwrap();
+        let Reserved::New(token) = store.reserve(&open, 60 * SECOND).await.unwrap() else {
+            panic!("the first is new");
+        };
+        store.close().await;
+        let store = subject.open().await;
+        let again = store.reserve(&key(1), SECOND).await.unwrap();
+        assert_eq!(again, Reserved::Done(Bytes::new()), "an empty answer is one");
+        assert!(matches!(store.reserve(&open, SECOND).await.unwrap(), Reserved::Busy(_)));
+        assert!(store.complete(&open, token, "late".into(), 60 * SECOND).await.unwrap());
+    }
+
+    pub async fn of_simultaneous_acquisitions_one_is_held(subject: &dyn Subject) {
+        let store = subject.open().await;
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..8 {
+            let store = Arc::clone(&store);
+            tasks.spawn(async move { store.acquire("leader", 60 * SECOND).await.unwrap() });
+        }
+        let held = tasks.join_all().await.into_iter();
+        assert_eq!(held.filter(|one| matches!(one, Acquired::Held(_))).count(), 1);
     }
 
     pub async fn fence_tokens_only_grow(subject: &dyn Subject) {

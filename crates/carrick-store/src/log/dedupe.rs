@@ -104,6 +104,12 @@ impl Window {
         turn
     }
 
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn remove(&mut self, identity: &Identity) {
+        self.current.remove(identity);
+        self.previous.remove(identity);
+    }
+
     fn turn(&mut self, now: Micros) -> Turn {
         if self.current.is_empty() {
             self.current_since = now;

@@ -13,7 +13,7 @@ use carrick_store::{
     contract::Subject,
     engine::sqlite::{SqliteConfig, SqliteOptions, SqliteStore},
     lease::{Claim, Queue},
-    log::{Log, NewRecord, ReadLimit},
+    log::{Appended, Log, NewRecord, ReadLimit},
     schema::{self, Component, Migration},
 };
 use jiff::Timestamp;
@@ -168,7 +168,141 @@ async fn a_refused_append_is_not_remembered_as_a_duplicate() {
     store.append(&orders(), vec![event.clone()]).await.unwrap_err();
     conn.execute_batch("DROP TRIGGER full").unwrap();
     let appended = store.append(&orders(), vec![event]).await.unwrap();
-    assert_eq!(appended[0], carrick_store::log::Appended::Stored(2));
+    assert_eq!(appended[0], Appended::Stored(2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_fails_for_a_reason_of_its_own_fails_alone() {
+    let file = file();
+    let store = file.store();
+    store.append(&orders(), vec![record("first")]).await.unwrap();
+    let mut conn = rusqlite::Connection::open(file.path()).unwrap();
+    conn.execute_batch(
+        "CREATE TRIGGER picky BEFORE INSERT ON carrick_log WHEN NEW.key = 'poison'
+         BEGIN SELECT RAISE(ABORT, 'not that one'); END",
+    )
+    .unwrap();
+    // While this holds the file, what is asked for gathers and goes into one transaction.
+    let held = conn.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate).unwrap();
+    let mut tasks = tokio::task::JoinSet::new();
+    for n in 0..40_u128 {
+        let store = store.clone();
+        let key = (n % 10 == 5).then(|| "poison".to_owned());
+        let event = NewRecord { key, dedupe: Some(n), ..record("x") };
+        tasks.spawn(async move { (n, store.append(&orders(), vec![event]).await) });
+        tokio::task::yield_now().await;
+    }
+    drop(held);
+    let mut seqs = Vec::new();
+    while let Some(ended) = tasks.join_next().await {
+        let (n, appended) = ended.unwrap();
+        assert_eq!(appended.is_ok(), n % 10 != 5, "{n}: {appended:?}");
+        seqs.extend(appended.ok().map(|appended| appended[0]));
+    }
+    seqs.sort_unstable_by_key(|appended| appended.seq());
+    let stored = (2..=37).map(Appended::Stored);
+    assert_eq!(seqs, stored.collect::<Vec<_>>(), "without a gap");
+}
+
+/// How large the write-ahead log is.
+fn log_size(file: &File) -> u64 {
+    let path = file.folder.path().join("carrick.db-wal");
+    std::fs::metadata(path).map_or(0, |metadata| metadata.len())
+}
+
+fn folds_early(file: &File) -> SqliteStore {
+    let options = SqliteOptions { checkpoint: 64 * 1024, ..SqliteOptions::default() };
+    let config = SqliteConfig::try_from(options).unwrap();
+    SqliteStore::with_clock(file.path(), config, file.clock.clone()).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_write_ahead_log_stays_small() {
+    let file = file();
+    let store = folds_early(&file);
+    for _ in 0..500 {
+        store.append(&orders(), vec![record(&"x".repeat(20_000))]).await.unwrap();
+    }
+    let size = log_size(&file);
+    assert!(size < 3 * 1024 * 1024, "{size} bytes of log after 10 MB");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_that_stays_stops_no_writer_and_the_log_is_emptied_after_it() {
+    let file = file();
+    let store = folds_early(&file);
+    let append = async || {
+        store.append(&orders(), vec![record(&"x".repeat(20_000))]).await.unwrap();
+    };
+    append().await;
+    let conn = rusqlite::Connection::open(file.path()).unwrap();
+    conn.execute_batch("BEGIN; SELECT count(*) FROM carrick_log").unwrap();
+    for _ in 0..200 {
+        append().await;
+    }
+    assert!(log_size(&file) > 3 * 1024 * 1024, "the reader keeps it");
+    let seen: i64 =
+        conn.query_row("SELECT count(*) FROM carrick_log", [], |row| row.get(0)).unwrap();
+    assert_eq!(seen, 1, "its snapshot");
+    drop(conn);
+    let start = tokio::time::Instant::now();
+    while log_size(&file) > 3 * 1024 * 1024 {
+        assert!(start.elapsed() < Duration::from_secs(20), "{} bytes", log_size(&file));
+        append().await;
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test(flavor = "multi_thread")]
+async fn readers_that_left_leave_no_connections_behind() {
+    let file = file();
+    let store = file.store();
+    for _ in 0..64 {
+        let orders = orders();
+        let reading = store.bounds(&orders);
+        drop(futures_util::future::select(reading, std::future::ready(())).await);
+    }
+    store.bounds(&orders()).await.unwrap();
+    let path = file.path().canonicalize().unwrap();
+    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let open = open.filter(|fd| {
+        let fd = fd.as_ref().unwrap().path();
+        std::fs::read_link(fd).is_ok_and(|target| target == path)
+    });
+    assert!(open.count() <= 4, "the writer, the checkpointer and two readers");
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_had_is_named() {
+    let file = file();
+    let path = file.folder.path().join("no/such/folder.db");
+    let error = open(&path).unwrap_err();
+    let told = std::error::Error::source(&error).unwrap().to_string();
+    assert!(told.contains("no/such/folder.db"), "{told}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_identity_is_forgotten_after_twice_its_window_and_not_before_one() {
+    let file = file();
+    let second = Duration::from_secs(1);
+    let options = SqliteOptions { dedupe_window: second, ..SqliteOptions::default() };
+    let config = SqliteConfig::try_from(options).unwrap();
+    let open = || SqliteStore::with_clock(file.path(), config.clone(), file.clock.clone());
+    let event = NewRecord { dedupe: Some(7), ..record("x") };
+    let store = open().unwrap();
+    store.append(&orders(), vec![event.clone()]).await.unwrap();
+    file.clock.advance(second - Duration::from_micros(1));
+    store.close().await;
+    let store = open().unwrap();
+    let again = store.append(&orders(), vec![event.clone()]).await.unwrap();
+    assert_eq!(again, [Appended::Duplicate(1)]);
+    for other in [8, 9] {
+        file.clock.advance(second);
+        let other = NewRecord { dedupe: Some(other), ..record("x") };
+        store.append(&orders(), vec![other]).await.unwrap();
+    }
+    let late = store.append(&orders(), vec![event]).await.unwrap();
+    assert_eq!(late, [Appended::Stored(4)]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -2,18 +2,47 @@
 //!
 //! A checkpoint copies and flushes; done by the writer, it makes a commit wait for it. Here another
 //! thread does it, passively, while the writer goes on. What was written meanwhile is left over, so
-//! the log would never be empty and grow for ever: the writer does that small rest itself.
+//! the log would never be empty and grow for ever: the writer does that small rest itself. Where
+//! readers come so thick that the log is never free of them, the writer waits for them once in a
+//! while; for somebody else's reader that does not end it does not wait, and says so.
 
 use std::{
     path::Path,
-    sync::{Arc, atomic::Ordering, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
     thread::JoinHandle,
+    time::Duration,
 };
 
 use rusqlite::Connection;
+use tokio::time::Instant;
 
-use super::writer::{Flag, take};
 use crate::StoreError;
+
+/// The log has grown too far at this many times what it is folded at: readers are in the way.
+const TOO_FAR: u64 = 16;
+
+/// How long the writer waits for readers then. It is a stall, so it is short, and rare.
+const PATIENCE: Duration = Duration::from_millis(15);
+
+/// How long it does not try again after it waited in vain.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// At most one log line in this time about a reader that is in the way.
+const QUIET: Duration = Duration::from_secs(60);
+
+/// What is left for the writer to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Due {
+    Nothing,
+    /// Fold the rest, without waiting.
+    Rest,
+    /// Fold everything, and wait for readers a little.
+    All,
+}
 
 /// The way to the thread that checkpoints.
 #[derive(Debug)]
@@ -21,23 +50,38 @@ pub(super) struct Checkpointer {
     /// One wish at a time: a second one while the first waits asks for nothing more.
     wishes: Option<mpsc::SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
-    rest: Flag,
+    left: Arc<Left>,
     every: u64,
     written: u64,
+    not_before: Instant,
+    told: Option<Instant>,
+}
+
+/// What the last checkpoint left.
+#[derive(Debug, Default)]
+struct Left {
+    /// Bytes of the log, folded or not.
+    log: AtomicU64,
+    /// Pages not yet folded; taken by the writer.
+    rest: AtomicU64,
 }
 
 impl Checkpointer {
     pub(super) fn start(path: &Path, every: u64) -> Result<Self, StoreError> {
         let conn = super::connect(path).map_err(super::failed)?;
+        let page: i64 =
+            conn.query_row("PRAGMA page_size", [], |row| row.get(0)).map_err(super::failed)?;
         let (wishes, wished) = mpsc::sync_channel(1);
-        let rest = Flag::default();
-        let left = Arc::clone(&rest);
+        let left = Arc::<Left>::default();
+        let leaves = Arc::clone(&left);
         let work = move || {
             while wished.recv().is_ok() {
                 match passive(&conn) {
                     Ok((log, done)) => {
-                        metrics::gauge!("carrick_store_wal_pages").set(log as f64);
-                        left.store(done < log, Ordering::Release);
+                        let bytes = log * page.cast_unsigned();
+                        metrics::gauge!("carrick_store_wal_bytes").set(bytes as f64);
+                        leaves.log.store(bytes, Ordering::Relaxed);
+                        leaves.rest.store(log.saturating_sub(done), Ordering::Relaxed);
                     }
                     Err(error) => tracing::debug!(%error, "a checkpoint failed"),
                 }
@@ -47,11 +91,19 @@ impl Checkpointer {
             .name("carrick-checkpoint".to_owned())
             .spawn(work)
             .map_err(|error| StoreError::Engine(error.into()))?;
-        Ok(Self { wishes: Some(wishes), thread: Some(thread), rest, every, written: 0 })
+        Ok(Self {
+            wishes: Some(wishes),
+            thread: Some(thread),
+            left,
+            every,
+            written: 0,
+            not_before: Instant::now(),
+            told: None,
+        })
     }
 
-    /// Notes what was written; tells whether a rest is left for the writer.
-    pub(super) fn wrote(&mut self, bytes: u64) -> bool {
+    /// Notes what was written; tells what is left for the writer.
+    pub(super) fn wrote(&mut self, bytes: u64) -> Due {
         self.written += bytes;
         if self.written >= self.every
             && let Some(wishes) = &self.wishes
@@ -60,7 +112,36 @@ impl Checkpointer {
             // Full means that one is asked for already.
             wishes.try_send(()).ok();
         }
-        take(&self.rest)
+        if self.left.rest.swap(0, Ordering::Relaxed) == 0 {
+            return Due::Nothing;
+        }
+        let log = self.left.log.load(Ordering::Relaxed);
+        if log > self.every * TOO_FAR && Instant::now() >= self.not_before {
+            Due::All
+        } else {
+            Due::Rest
+        }
+    }
+
+    /// Folds everything and empties the log, for which the writer waits for readers a little.
+    pub(super) fn force(&mut self, conn: &Connection, busy: Duration) {
+        let now = Instant::now();
+        let folded = conn.busy_timeout(PATIENCE).and_then(|()| truncate(conn));
+        match folded.and_then(|free| conn.busy_timeout(busy).map(|()| free)) {
+            Ok(true) => {}
+            Ok(false) => {
+                self.not_before = now + PAUSE;
+                if self.told.is_none_or(|told| now.duration_since(told) >= QUIET) {
+                    self.told = Some(now);
+                    let bytes = self.left.log.load(Ordering::Relaxed);
+                    tracing::warn!(
+                        bytes,
+                        "a reader of the store's file keeps its write-ahead log from being emptied"
+                    );
+                }
+            }
+            Err(error) => tracing::debug!(%error, "a checkpoint failed"),
+        }
     }
 
     pub(super) fn stop(&mut self) {
@@ -74,11 +155,22 @@ impl Checkpointer {
 }
 
 /// Folds what can be folded without waiting for anybody; pages in the log, and how many are folded.
-pub(super) fn passive(conn: &Connection) -> rusqlite::Result<(i64, i64)> {
-    conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |row| Ok((row.get(1)?, row.get(2)?)))
+fn passive(conn: &Connection) -> rusqlite::Result<(u64, u64)> {
+    let pages = |number: i64| u64::try_from(number).unwrap_or(0);
+    conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |row| {
+        Ok((pages(row.get(1)?), pages(row.get(2)?)))
+    })
 }
 
-/// Folds everything and empties the log.
-pub(super) fn truncate(conn: &Connection) -> rusqlite::Result<()> {
-    conn.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
+/// Folds the rest.
+pub(super) fn rest(conn: &Connection) {
+    if let Err(error) = passive(conn) {
+        tracing::debug!(%error, "a checkpoint failed");
+    }
+}
+
+/// Folds everything and empties the log; `false` if a reader or another writer was in the way for
+/// as long as the connection waits for such.
+pub(super) fn truncate(conn: &Connection) -> rusqlite::Result<bool> {
+    conn.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| Ok(row.get::<_, i64>(0)? == 0))
 }

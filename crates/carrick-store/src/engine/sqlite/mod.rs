@@ -15,6 +15,7 @@ mod writer;
 
 use std::{
     fmt,
+    io::ErrorKind,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -111,7 +112,8 @@ impl SqliteStore {
     ///
     /// # Errors
     /// [`StoreError::InUse`] if another engine has the file, [`StoreError::NewerSchema`] if a newer
-    /// Carrick has been here, [`StoreError::Engine`] if it is no SQLite file or cannot be written.
+    /// Carrick has been here, [`StoreError::ReadOnly`] if it cannot be written,
+    /// [`StoreError::Engine`] if it is no SQLite file or its folder does not exist.
     pub fn open(path: impl AsRef<Path>, config: SqliteConfig) -> Result<Self, StoreError> {
         Self::with_clock(path, config, Arc::new(SystemClock))
     }
@@ -126,7 +128,14 @@ impl SqliteStore {
         clock: Arc<dyn Clock>,
     ) -> Result<Self, StoreError> {
         let path = path.as_ref();
-        let options = config.options;
+        Self::start(path, config.options, clock).map_err(|error| about(path, error))
+    }
+
+    fn start(
+        path: &Path,
+        options: SqliteOptions,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, StoreError> {
         let alone = lock(path)?;
         let mut conn = connect(path).map_err(failed)?;
         prepare(&mut conn, &options)?;
@@ -134,7 +143,7 @@ impl SqliteStore {
             .query_row("SELECT epoch FROM carrick_store", [], |row| row.get(0))
             .map_err(failed)?;
         let checkpointer = Checkpointer::start(path, options.checkpoint)?;
-        let tables = Tables::new(conn, clock, &options, alone).map_err(failed)?;
+        let tables = Tables::new(conn, clock, options.dedupe_window, alone).map_err(failed)?;
         let wakes = Arc::new(Wakes::default());
         let writer = Writer::start(tables, &options, Arc::clone(&wakes), checkpointer)?;
         let readers = Arc::new(Readers::new(path, options.readers));
@@ -161,7 +170,7 @@ impl SqliteStore {
     /// Runs a small job that writes.
     async fn write<T: Send + 'static>(
         &self,
-        work: impl FnOnce(&mut Tables) -> Result<T, rusqlite::Error> + Send + 'static,
+        work: impl FnMut(&mut Tables) -> Result<T, rusqlite::Error> + Send + 'static,
     ) -> Result<T, StoreError> {
         self.0.writer.write(SMALL, false, work).await
     }
@@ -172,7 +181,12 @@ fn lock(path: &Path) -> Result<std::fs::File, StoreError> {
     let mut beside = path.as_os_str().to_owned();
     beside.push("-lock");
     let file = std::fs::File::options().create(true).append(true).open(&beside);
-    let file = file.map_err(|error| StoreError::Engine(error.into()))?;
+    let file = file.map_err(|error| match error.kind() {
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem | ErrorKind::StorageFull => {
+            StoreError::ReadOnly(error.into())
+        }
+        _ => StoreError::Engine(error.into()),
+    })?;
     let until = tokio::time::Instant::now() + HANDOVER;
     loop {
         match file.try_lock() {
@@ -220,7 +234,23 @@ fn prepare(conn: &mut Connection, options: &SqliteOptions) -> Result<(), StoreEr
 }
 
 fn failed(error: rusqlite::Error) -> StoreError {
-    StoreError::Engine(error.into())
+    use rusqlite::ErrorCode::{DiskFull, ReadOnly};
+    match error.sqlite_error_code() {
+        Some(DiskFull | ReadOnly) => StoreError::ReadOnly(error.into()),
+        _ => StoreError::Engine(error.into()),
+    }
+}
+
+/// Says which file an error is about.
+fn about(path: &Path, error: StoreError) -> StoreError {
+    let told = |source: Box<dyn std::error::Error + Send + Sync>| {
+        format!("{}: {source}", path.display()).into()
+    };
+    match error {
+        StoreError::Engine(source) => StoreError::Engine(told(source)),
+        StoreError::ReadOnly(source) => StoreError::ReadOnly(told(source)),
+        other => other,
+    }
 }
 
 #[async_trait]
@@ -244,7 +274,7 @@ impl Log for SqliteStore {
         }
         let size = (records.len(), records.iter().map(|record| record.body.len()).sum());
         let stream = stream.clone();
-        self.0.writer.write(size, false, move |tables| tables.append(&stream, records)).await
+        self.0.writer.write(size, false, move |tables| tables.append(&stream, &records)).await
     }
 
     async fn read(
@@ -309,8 +339,14 @@ impl Log for SqliteStore {
     }
 
     async fn trim(&self, stream: &Stream, trim: Trim) -> Result<usize, StoreError> {
-        let stream = stream.clone();
-        self.write(move |tables| tables.trim(&stream, trim)).await
+        let name = stream.clone();
+        let old = move |conn: &Connection| tables::old(conn, &name, trim).map_err(failed);
+        let old = self.0.readers.read(old).await?;
+        if old.is_empty() {
+            return Ok(0);
+        }
+        let (stream, size) = (stream.clone(), (old.len(), 64 * old.len()));
+        self.0.writer.write(size, false, move |tables| tables.trim(&stream, &old)).await
     }
 }
 
@@ -372,7 +408,7 @@ impl Queue for SqliteStore {
             return Ok(Vec::new());
         }
         let size = (settlements.len(), 64 * settlements.len());
-        self.0.writer.write(size, false, move |tables| tables.settle(settlements)).await
+        self.0.writer.write(size, false, move |tables| tables.settle(&settlements)).await
     }
 
     async fn group_of(&self, token: LeaseToken) -> Result<Option<(Stream, Group)>, StoreError> {

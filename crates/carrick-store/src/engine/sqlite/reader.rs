@@ -1,6 +1,9 @@
 //! Readers: a few connections beside the writer, which see what was committed and block nobody.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use parking_lot::Mutex;
 use rusqlite::Connection;
@@ -13,23 +16,26 @@ use crate::StoreError;
 pub(super) struct Readers {
     path: PathBuf,
     idle: Mutex<Vec<Connection>>,
-    places: Semaphore,
+    places: Arc<Semaphore>,
 }
 
 impl Readers {
     pub(super) fn new(path: &Path, most: usize) -> Self {
         let idle = Mutex::new(Vec::with_capacity(most));
-        Self { path: path.to_owned(), idle, places: Semaphore::new(most) }
+        Self { path: path.to_owned(), idle, places: Arc::new(Semaphore::new(most)) }
     }
 
     /// Runs a read on a thread that may block.
     pub(super) async fn read<T: Send + 'static>(
-        self: &std::sync::Arc<Self>,
+        self: &Arc<Self>,
         work: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
-        let _place = self.places.acquire().await.map_err(|_| StoreError::Closed)?;
-        let readers = std::sync::Arc::clone(self);
+        let place = Arc::clone(&self.places).acquire_owned();
+        let place = place.await.map_err(|_| StoreError::Closed)?;
+        let readers = Arc::clone(self);
         let blocking = tokio::task::spawn_blocking(move || {
+            // A caller that leaves does not stop the read, so the place is the read's.
+            let _place = place;
             let idle = readers.idle.lock().pop();
             let mut conn = match idle {
                 Some(conn) => conn,
@@ -39,7 +45,9 @@ impl Readers {
             let snapshot = conn.transaction().map_err(super::failed)?;
             let answer = work(&snapshot);
             drop(snapshot);
-            readers.idle.lock().push(conn);
+            if !readers.places.is_closed() {
+                readers.idle.lock().push(conn);
+            }
             answer
         });
         blocking.await.map_err(|error| StoreError::Engine(error.into()))?

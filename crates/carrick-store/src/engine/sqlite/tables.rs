@@ -1,7 +1,8 @@
 //! What the writer works on: the tables, and what it keeps of them in memory.
 //!
 //! The streams' ends, the groups' states and the dedupe window are kept, for nobody else writes to
-//! them: a file has one engine at a time. If a transaction fails they are forgotten and read again.
+//! them: a file has one engine at a time. If a transaction fails, they are forgotten and read again
+//! (the window: what the transaction added).
 
 use std::{num::NonZeroU64, sync::Arc, time::Duration};
 
@@ -10,7 +11,7 @@ use hashbrown::{HashMap, HashSet};
 use rusqlite::{Connection, OptionalExtension, Row, params};
 use tokio::time::Instant;
 
-use super::{checkpoint, config::SqliteOptions, schema};
+use super::schema;
 use crate::{
     Stream,
     lease::{
@@ -60,7 +61,6 @@ struct Member {
 pub(super) struct Tables {
     conn: Connection,
     clock: Arc<dyn Clock>,
-    options: SqliteOptions,
     now: Micros,
     streams: HashMap<Stream, End>,
     groups: HashMap<u64, Member>,
@@ -81,23 +81,24 @@ struct Dedupe {
     /// First rows of the current and of the previous generation.
     current: i64,
     previous: i64,
-    /// Rows below are gone.
+    /// Rows below are gone; 0 if that is not known.
     pruned: i64,
+    /// What the present transaction added.
+    added: Vec<Identity>,
 }
 
 impl Tables {
     pub(super) fn new(
         conn: Connection,
         clock: Arc<dyn Clock>,
-        options: &SqliteOptions,
+        window: Duration,
         alone: std::fs::File,
     ) -> Result<Self> {
         let now = clock.wall().as_microsecond();
-        let dedupe = Dedupe::load(&conn, micros::of(options.dedupe_window), now)?;
+        let dedupe = Dedupe::load(&conn, micros::of(window), now)?;
         Ok(Self {
             conn,
             clock,
-            options: options.clone(),
             now,
             streams: HashMap::new(),
             groups: HashMap::new(),
@@ -143,30 +144,24 @@ impl Tables {
         }
         self.dedupe.prune(&self.conn)?;
         self.conn.prepare_cached("COMMIT")?.execute([])?;
+        self.dedupe.added.clear();
         Ok(())
     }
 
-    pub(super) fn rollback(&mut self) {
+    /// Ends a transaction that failed, and forgets what is not in the tables.
+    pub(super) fn give_up(&mut self) {
         // SQLite may have rolled back by itself, as it does when the disk is full.
         if !self.conn.is_autocommit()
             && let Err(error) = self.conn.execute_batch("ROLLBACK")
         {
             tracing::error!(%error, "a failed commit could not be rolled back");
         }
-    }
-
-    /// Forgets what may not be in the tables.
-    pub(super) fn forget(&mut self) {
         self.streams.clear();
         self.groups.clear();
         self.by_name.clear();
         self.touched.clear();
         self.woken.clear();
-        match Dedupe::load(&self.conn, micros::of(self.options.dedupe_window), self.now) {
-            Ok(dedupe) => self.dedupe = dedupe,
-            // Remembering what was not stored would refuse its repeat: rather remember nothing.
-            Err(_) => self.dedupe.forget(micros::of(self.options.dedupe_window)),
-        }
+        self.dedupe.give_up();
     }
 
     pub(super) fn take_woken(&mut self) -> impl Iterator<Item = Stream> {
@@ -183,18 +178,12 @@ impl Tables {
         !quiet
     }
 
-    pub(super) fn checkpoint(&self) {
-        if let Err(error) = checkpoint::passive(&self.conn) {
-            tracing::debug!(%error, "a checkpoint failed");
-        }
-    }
-
     // The log.
 
     pub(super) fn append(
         &mut self,
         stream: &Stream,
-        records: Vec<NewRecord>,
+        records: &[NewRecord],
     ) -> Result<Vec<Appended>> {
         let now = self.now;
         let mut end = self.make_stream(stream)?;
@@ -256,12 +245,12 @@ impl Tables {
         Ok(end)
     }
 
-    pub(super) fn trim(&mut self, stream: &Stream, trim: Trim) -> Result<usize> {
+    /// Removes those of the records that every group has finished with.
+    pub(super) fn trim(&mut self, stream: &Stream, old: &[Seq]) -> Result<usize> {
         let Some(mut end) = self.stream(stream)? else { return Ok(0) };
-        let names: Vec<String> = self.column(
-            "SELECT name FROM carrick_group WHERE stream_id = ?1",
-            end.number.cast_signed(),
-        )?;
+        let number = end.number.cast_signed();
+        let names: Vec<String> =
+            self.column("SELECT name FROM carrick_group WHERE stream_id = ?1", number)?;
         let mut floor = end.last + 1;
         for name in names {
             let name = name.parse().map_err(unreadable)?;
@@ -269,44 +258,30 @@ impl Tables {
                 floor = floor.min(self.groups[&id].state.floor());
             }
         }
-        let gone: Vec<i64> = self
-            .conn
-            .prepare_cached(
-                "SELECT place FROM carrick_log
-                 WHERE place BETWEEN ?1 AND ?2 AND stored_at < ?3 AND NOT EXISTS (
-                     SELECT 1 FROM carrick_dead AS dead
-                     JOIN carrick_group AS one ON one.id = dead.group_id
-                     WHERE one.stream_id = ?4 AND dead.seq = place - ?1)
-                 ORDER BY place LIMIT ?5",
-            )?
-            .query_map(
-                params![
-                    schema::place(end.number, 0),
-                    schema::place(end.number, floor - 1),
-                    trim.stored_before.as_microsecond(),
-                    end.number.cast_signed(),
-                    i64::try_from(trim.limit).unwrap_or(i64::MAX),
-                ],
-                |row| row.get(0),
-            )?
-            .collect::<Result<_>>()?;
-        for place in &gone {
-            self.conn
-                .prepare_cached("DELETE FROM carrick_log WHERE place = ?1")?
-                .execute([place])?;
+        // What was not dead when it was chosen may be by now.
+        let mut delete = self.conn.prepare_cached(
+            "DELETE FROM carrick_log WHERE place = ?1 AND NOT EXISTS (
+                 SELECT 1 FROM carrick_dead AS dead
+                 JOIN carrick_group AS one ON one.id = dead.group_id
+                 WHERE one.stream_id = ?2 AND dead.seq = ?3)",
+        )?;
+        let mut gone = 0;
+        for seq in old.iter().copied().filter(|seq| *seq < floor) {
+            let rows =
+                delete.execute([schema::place(end.number, seq), number, seq.cast_signed()])?;
+            gone += rows;
+            if rows > 0 {
+                end.first = end.first.max(seq + 1);
+            }
         }
-        if let Some(last) = gone.last() {
-            end.first = end.first.max(schema::seq(*last) + 1);
+        drop(delete);
+        if gone > 0 {
             self.conn
                 .prepare_cached("UPDATE carrick_stream SET first = ?2, last = ?3 WHERE id = ?1")?
-                .execute(params![
-                    end.number.cast_signed(),
-                    end.first.cast_signed(),
-                    end.last.cast_signed()
-                ])?;
+                .execute([number, end.first.cast_signed(), end.last.cast_signed()])?;
             self.streams.insert(stream.clone(), end);
         }
-        Ok(gone.len())
+        Ok(gone)
     }
 
     fn column(&self, sql: &str, key: i64) -> Result<Vec<String>> {
@@ -457,10 +432,7 @@ impl Tables {
         claim::claim(&mut member.state, &mut shelf, id, claim)
     }
 
-    pub(super) fn settle(
-        &mut self,
-        settlements: Vec<(LeaseToken, Settle)>,
-    ) -> Result<Vec<Settled>> {
+    pub(super) fn settle(&mut self, settlements: &[(LeaseToken, Settle)]) -> Result<Vec<Settled>> {
         let mut settled = Vec::with_capacity(settlements.len());
         for (token, settle) in settlements {
             let id = token.group.get();
@@ -469,7 +441,7 @@ impl Tables {
                 continue;
             }
             let member = self.groups.get_mut(&id).expect("just found");
-            settled.push(match member.state.settle(token.seq, token.fence, &settle) {
+            settled.push(match member.state.settle(token.seq, token.fence, settle) {
                 Some(buried) => {
                     if let Some(buried) = buried {
                         bury(&self.conn, id, &buried)?;
@@ -633,6 +605,33 @@ pub(super) fn end(conn: &Connection, stream: &Stream) -> Result<Option<End>> {
     Ok(Some(End { number, first: first.cast_unsigned(), last }))
 }
 
+/// Old records that may be trimmed: those that are not dead. Ends at the first that is too young, so
+/// that nobody reads through a long stream to find nothing.
+pub(super) fn old(conn: &Connection, stream: &Stream, trim: Trim) -> Result<Vec<Seq>> {
+    let Some(end) = end(conn, stream)? else { return Ok(Vec::new()) };
+    let mut statement = conn.prepare_cached(
+        "SELECT place, stored_at, EXISTS (
+             SELECT 1 FROM carrick_dead AS dead
+             JOIN carrick_group AS one ON one.id = dead.group_id
+             WHERE one.stream_id = ?3 AND dead.seq = place - ?1)
+         FROM carrick_log WHERE place BETWEEN ?1 AND ?2 ORDER BY place",
+    )?;
+    let number = end.number;
+    let (from, to) = (schema::place(number, 0), schema::place(number, Seq::MAX));
+    let mut rows = statement.query([from, to, number.cast_signed()])?;
+    let before = trim.stored_before.as_microsecond();
+    let mut old = Vec::new();
+    while old.len() < trim.limit
+        && let Some(row) = rows.next()?
+        && row.get::<_, Micros>(1)? < before
+    {
+        if !row.get::<_, bool>(2)? {
+            old.push(schema::seq(row.get(0)?));
+        }
+    }
+    Ok(old)
+}
+
 /// A record of `place, stored_at, key, body, …`.
 pub(super) fn record(row: &Row<'_>) -> Result<Record> {
     let body = row.get_ref(3)?.as_blob()?;
@@ -745,8 +744,14 @@ impl Dedupe {
     /// Reads what came within twice the window, as the window would have it.
     fn load(conn: &Connection, length: Micros, now: Micros) -> Result<Self> {
         let since = now.saturating_sub(length.saturating_mul(2));
-        let mut loaded =
-            Self { window: Window::new(length), next: 1, current: 1, previous: 1, pruned: 0 };
+        let mut loaded = Self {
+            window: Window::new(length),
+            next: 1,
+            current: 1,
+            previous: 1,
+            pruned: 0,
+            added: Vec::new(),
+        };
         let mut statement =
             conn.prepare("SELECT id, identity, seq, stored_at FROM carrick_dedupe ORDER BY id")?;
         let mut rows = statement.query([])?;
@@ -764,8 +769,12 @@ impl Dedupe {
         Ok(loaded)
     }
 
-    fn forget(&mut self, length: Micros) {
-        self.window = Window::new(length);
+    /// Forgets what a transaction added that failed: remembered, it would refuse its repeat.
+    fn give_up(&mut self) {
+        for name in self.added.drain(..) {
+            self.window.remove(&name);
+        }
+        self.pruned = 0;
     }
 
     fn add(&mut self, conn: &Connection, name: Identity, seq: Seq, now: Micros) -> Result<()> {
@@ -774,6 +783,7 @@ impl Dedupe {
         )?
         .execute(params![self.next, pack(name), seq.cast_signed(), now])?;
         self.note(name, seq, now);
+        self.added.push(name);
         self.next += 1;
         Ok(())
     }

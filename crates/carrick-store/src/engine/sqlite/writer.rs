@@ -4,13 +4,14 @@
 //! callers ask for at the same time goes into one. Callers that come back together after a commit
 //! need some microseconds to do so: when several were in the last commit, the next one waits for as
 //! many, for a part of what the last one took. A caller that is alone never waits.
+//!
+//! What fails for a reason of its own fails alone: the others of its transaction are done again
+//! without it. What fails because of the disk or of another program fails for all.
 
 use std::{
     any::Any,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
     thread::JoinHandle,
     time::Duration,
 };
@@ -21,7 +22,7 @@ use tokio::{
 };
 
 use super::{
-    checkpoint::{self, Checkpointer},
+    checkpoint::{self, Checkpointer, Due},
     config::SqliteOptions,
     tables::Tables,
 };
@@ -32,7 +33,11 @@ use crate::{StoreError, wake::Wakes};
 const WAITING: usize = 4096;
 
 type Answer = Box<dyn Any + Send>;
-type Work = Box<dyn FnOnce(&mut Tables) -> Result<Answer, rusqlite::Error> + Send>;
+type Work = Box<dyn FnMut(&mut Tables) -> Result<Answer, rusqlite::Error> + Send>;
+
+/// Jobs that may fail on their own before their whole transaction is given up: each costs doing the
+/// others again.
+const SPARED: usize = 8;
 
 /// What a caller wants done, in a transaction with what others want.
 pub(super) struct Job {
@@ -74,12 +79,13 @@ impl Writer {
         Ok(Self { jobs, thread: parking_lot::Mutex::new(Some(thread)) })
     }
 
-    /// Has something done, and resolves when it is on disk.
+    /// Has something done, and resolves when it is on disk. It is done more than once if what is
+    /// done in the same transaction fails.
     pub(super) async fn write<T: Send + 'static>(
         &self,
         size: (usize, usize),
         revocable: bool,
-        work: impl FnOnce(&mut Tables) -> Result<T, rusqlite::Error> + Send + 'static,
+        mut work: impl FnMut(&mut Tables) -> Result<T, rusqlite::Error> + Send + 'static,
     ) -> Result<T, StoreError> {
         let (answer, answered) = oneshot::channel();
         let work = Box::new(move |tables: &mut Tables| Ok(Box::new(work(tables)?) as Answer));
@@ -90,16 +96,17 @@ impl Writer {
         Ok(*answer.downcast().expect("a job answers with what its caller waits for"))
     }
 
-    /// Finishes what is waiting, and ends the thread.
+    /// Finishes what is waiting, and ends the thread; also if the caller does not wait for it.
     pub(super) async fn stop(&self) {
-        // If it has stopped already there is nothing to tell it.
-        self.jobs.send(Message::Stop).await.ok();
-        let thread = self.thread.lock().take();
-        if let Some(thread) = thread {
-            let joined = tokio::task::spawn_blocking(move || thread.join()).await;
-            if !matches!(joined, Ok(Ok(()))) {
-                tracing::error!("the writer of the store ended by a panic");
-            }
+        let Some(thread) = self.thread.lock().take() else { return };
+        let jobs = self.jobs.clone();
+        let stopped = tokio::task::spawn_blocking(move || {
+            // If it has stopped already there is nothing to tell it.
+            jobs.blocking_send(Message::Stop).ok();
+            thread.join()
+        });
+        if !matches!(stopped.await, Ok(Ok(()))) {
+            tracing::error!("the writer of the store ended by a panic");
         }
     }
 }
@@ -167,25 +174,36 @@ impl Loop {
         }
         let start = Instant::now();
         let jobs = batch.len();
-        match self.transact(batch) {
-            Ok(answers) => {
-                for (answer, value) in answers {
-                    // A caller that left does not need it.
-                    answer.send(Ok(value)).ok();
+        let mut spared = SPARED;
+        while !batch.is_empty() {
+            match self.transact(batch) {
+                Ok(answers) => {
+                    for (job, answer) in batch.drain(..).zip(answers) {
+                        // A caller that left does not need it.
+                        job.answer.send(Ok(answer)).ok();
+                    }
+                    for stream in self.tables.take_woken() {
+                        self.wakes.wake(&stream);
+                    }
                 }
-                for stream in self.tables.take_woken() {
-                    self.wakes.wake(&stream);
-                }
-            }
-            Err((error, answers)) => {
-                self.tables.forget();
-                let told = Told::new(&error);
-                if self.tables.may_log() {
-                    tracing::error!(%error, jobs, "a commit of the store failed");
-                }
-                metrics::counter!("carrick_store_failed_commits_total").increment(1);
-                for answer in answers {
-                    answer.send(Err(told.error())).ok();
+                Err(Failure { error, job }) => {
+                    self.tables.give_up();
+                    metrics::counter!("carrick_store_failed_commits_total").increment(1);
+                    if self.tables.may_log() {
+                        tracing::error!(%error, jobs, "a commit of the store failed");
+                    }
+                    let told = Told::new(&error);
+                    match job.filter(|_| spared > 0 && !told.concerns_all) {
+                        Some(index) => {
+                            spared -= 1;
+                            batch.remove(index).answer.send(Err(told.error())).ok();
+                        }
+                        None => {
+                            for job in batch.drain(..) {
+                                job.answer.send(Err(told.error())).ok();
+                            }
+                        }
+                    }
                 }
             }
         }
@@ -193,40 +211,33 @@ impl Loop {
         metrics::histogram!("carrick_store_commit_seconds").record(self.last.took.as_secs_f64());
         // What a commit writes beside its records: their pages' other halves, and the groups'.
         let written = bytes + bytes / 2 + 4096 * (2 + jobs);
-        if self.checkpointer.wrote(written as u64) {
-            self.tables.checkpoint();
+        match self.checkpointer.wrote(written as u64) {
+            Due::Nothing => {}
+            Due::Rest => checkpoint::rest(self.tables.conn()),
+            Due::All => self.checkpointer.force(self.tables.conn(), self.options.busy),
         }
     }
 
-    #[expect(clippy::type_complexity, reason = "the answers go to one place, just below")]
-    fn transact(
-        &mut self,
-        batch: &mut Vec<Job>,
-    ) -> Result<
-        Vec<(oneshot::Sender<Result<Answer, StoreError>>, Answer)>,
-        (rusqlite::Error, Vec<oneshot::Sender<Result<Answer, StoreError>>>),
-    > {
-        let mut works = Vec::with_capacity(batch.len());
+    fn transact(&mut self, batch: &mut [Job]) -> Result<Vec<Answer>, Failure> {
+        let all = |error| Failure { error, job: None };
+        self.tables.begin().map_err(all)?;
         let mut answers = Vec::with_capacity(batch.len());
-        for Job { work, answer, .. } in batch.drain(..) {
-            works.push(work);
-            answers.push(answer);
+        for (index, job) in batch.iter_mut().enumerate() {
+            // A defect of ours that one record brings to light must not end the writer for all.
+            let done = catch_unwind(AssertUnwindSafe(|| (job.work)(&mut self.tables)));
+            let done = done.unwrap_or_else(|_| Err(rusqlite::Error::UnwindingPanic));
+            answers.push(done.map_err(|error| Failure { error, job: Some(index) })?);
         }
-        let all = || {
-            self.tables.begin()?;
-            let values = works.into_iter().map(|work| work(&mut self.tables));
-            let values = values.collect::<Result<Vec<_>, _>>()?;
-            self.tables.commit()?;
-            Ok(values)
-        };
-        match all() {
-            Ok(values) => Ok(answers.into_iter().zip(values).collect()),
-            Err(error) => {
-                self.tables.rollback();
-                Err((error, answers))
-            }
-        }
+        self.tables.commit().map_err(all)?;
+        Ok(answers)
     }
+}
+
+/// Why a transaction was given up.
+struct Failure {
+    error: rusqlite::Error,
+    /// Which job failed, if one did.
+    job: Option<usize>,
 }
 
 impl Last {
@@ -243,29 +254,26 @@ impl Last {
 /// Bytes of bodies in one commit: bounds the memory of a transaction, and how long it takes.
 const MAX_BYTES: usize = 8 * 1024 * 1024;
 
-/// A failure that is told to everybody who was in the transaction.
+/// A failure as it is told, if need be to everybody who was in the transaction.
 struct Told {
     text: String,
     read_only: bool,
+    concerns_all: bool,
 }
 
 impl Told {
     fn new(error: &rusqlite::Error) -> Self {
-        use rusqlite::ErrorCode::{DiskFull, ReadOnly, SystemIoFailure};
+        use rusqlite::ErrorCode::{
+            DatabaseBusy, DatabaseLocked, DiskFull, OutOfMemory, ReadOnly, SystemIoFailure,
+        };
         let code = error.sqlite_error_code();
         let read_only = matches!(code, Some(DiskFull | ReadOnly | SystemIoFailure));
-        Self { text: error.to_string(), read_only }
+        let busy = matches!(code, Some(DatabaseBusy | DatabaseLocked | OutOfMemory));
+        Self { text: error.to_string(), read_only, concerns_all: read_only || busy }
     }
 
     fn error(&self) -> StoreError {
         let source = self.text.clone().into();
         if self.read_only { StoreError::ReadOnly(source) } else { StoreError::Engine(source) }
     }
-}
-
-/// A flag that the checkpointer sets and the writer clears.
-pub(super) type Flag = Arc<AtomicBool>;
-
-pub(super) fn take(flag: &Flag) -> bool {
-    flag.swap(false, Ordering::AcqRel)
 }
