@@ -473,7 +473,7 @@ impl Core {
         match self.lanes.enter(&key, slot) {
             Entered::Ready => self.ready.push_back(slot),
             Entered::Parked(behind) => {
-                self.restage(slot, |delivery| Stage::Parked(delivery));
+                self.restage(slot, Stage::Parked);
                 // A key that is stuck holds only so much here, and all of them together only as
                 // much as a queue would; the broker keeps the rest until their heads are done.
                 let too_many = self.lanes.parked() > self.rules.prefetch.max(self.rules.lane);
