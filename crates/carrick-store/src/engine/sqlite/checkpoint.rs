@@ -10,7 +10,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc,
     },
     thread::JoinHandle,
@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use crate::StoreError;
 
 /// The log has grown too far at this many times what it is folded at: readers are in the way.
-const TOO_FAR: u64 = 16;
+pub(super) const TOO_FAR: u64 = 16;
 
 /// How long the writer waits for readers then. It is a stall, so it is short, and rare.
 const PATIENCE: Duration = Duration::from_millis(15);
@@ -47,23 +47,23 @@ pub(super) enum Due {
 /// The way to the thread that checkpoints.
 #[derive(Debug)]
 pub(super) struct Checkpointer {
-    /// One wish at a time: a second one while the first waits asks for nothing more.
     wishes: Option<mpsc::SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
-    left: Arc<Left>,
+    folded: Arc<Folded>,
     every: u64,
     written: u64,
+    /// The thread is at it, or what it left is not yet done: two at a time are in each other's way.
+    asked: bool,
     not_before: Instant,
     told: Option<Instant>,
 }
 
-/// What the last checkpoint left.
+/// What the thread has done.
 #[derive(Debug, Default)]
-struct Left {
+struct Folded {
+    done: AtomicBool,
     /// Bytes of the log, folded or not.
     log: AtomicU64,
-    /// Pages not yet folded; taken by the writer.
-    rest: AtomicU64,
 }
 
 impl Checkpointer {
@@ -72,19 +72,19 @@ impl Checkpointer {
         let page: i64 =
             conn.query_row("PRAGMA page_size", [], |row| row.get(0)).map_err(super::failed)?;
         let (wishes, wished) = mpsc::sync_channel(1);
-        let left = Arc::<Left>::default();
-        let leaves = Arc::clone(&left);
+        let folded = Arc::<Folded>::default();
+        let tells = Arc::clone(&folded);
         let work = move || {
             while wished.recv().is_ok() {
                 match passive(&conn) {
-                    Ok((log, done)) => {
-                        let bytes = log * page.cast_unsigned();
+                    Ok(pages) => {
+                        let bytes = pages * page.cast_unsigned();
                         metrics::gauge!("carrick_store_wal_bytes").set(bytes as f64);
-                        leaves.log.store(bytes, Ordering::Relaxed);
-                        leaves.rest.store(log.saturating_sub(done), Ordering::Relaxed);
+                        tells.log.store(bytes, Ordering::Relaxed);
                     }
                     Err(error) => tracing::debug!(%error, "a checkpoint failed"),
                 }
+                tells.done.store(true, Ordering::Release);
             }
         };
         let thread = std::thread::Builder::new()
@@ -94,9 +94,10 @@ impl Checkpointer {
         Ok(Self {
             wishes: Some(wishes),
             thread: Some(thread),
-            left,
+            folded,
             every,
             written: 0,
+            asked: false,
             not_before: Instant::now(),
             told: None,
         })
@@ -105,17 +106,16 @@ impl Checkpointer {
     /// Notes what was written; tells what is left for the writer.
     pub(super) fn wrote(&mut self, bytes: u64) -> Due {
         self.written += bytes;
-        if self.written >= self.every
-            && let Some(wishes) = &self.wishes
-        {
+        if !self.asked && self.written >= self.every {
             self.written = 0;
-            // Full means that one is asked for already.
-            wishes.try_send(()).ok();
+            let asked = self.wishes.as_ref().map(|wishes| wishes.try_send(()));
+            self.asked = matches!(asked, Some(Ok(())));
         }
-        if self.left.rest.swap(0, Ordering::Relaxed) == 0 {
+        if !self.asked || !self.folded.done.swap(false, Ordering::Acquire) {
             return Due::Nothing;
         }
-        let log = self.left.log.load(Ordering::Relaxed);
+        self.asked = false;
+        let log = self.folded.log.load(Ordering::Relaxed);
         if log > self.every * TOO_FAR && Instant::now() >= self.not_before {
             Due::All
         } else {
@@ -133,7 +133,7 @@ impl Checkpointer {
                 self.not_before = now + PAUSE;
                 if self.told.is_none_or(|told| now.duration_since(told) >= QUIET) {
                     self.told = Some(now);
-                    let bytes = self.left.log.load(Ordering::Relaxed);
+                    let bytes = self.folded.log.load(Ordering::Relaxed);
                     tracing::warn!(
                         bytes,
                         "a reader of the store's file keeps its write-ahead log from being emptied"
@@ -154,12 +154,10 @@ impl Checkpointer {
     }
 }
 
-/// Folds what can be folded without waiting for anybody; pages in the log, and how many are folded.
-fn passive(conn: &Connection) -> rusqlite::Result<(u64, u64)> {
-    let pages = |number: i64| u64::try_from(number).unwrap_or(0);
-    conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |row| {
-        Ok((pages(row.get(1)?), pages(row.get(2)?)))
-    })
+/// Folds what can be folded without waiting for anybody; tells how many pages are in the log.
+fn passive(conn: &Connection) -> rusqlite::Result<u64> {
+    let pages: i64 = conn.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |row| row.get(1))?;
+    Ok(u64::try_from(pages).unwrap_or(0))
 }
 
 /// Folds the rest.

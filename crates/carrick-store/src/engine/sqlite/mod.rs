@@ -227,6 +227,9 @@ fn prepare(conn: &mut Connection, options: &SqliteOptions) -> Result<(), StoreEr
     let cache = -i64::try_from(options.cache / 1024).unwrap_or(i64::MAX);
     conn.pragma_update(None, "cache_size", cache).map_err(failed)?;
     conn.pragma_update(None, "wal_autocheckpoint", 0).map_err(failed)?;
+    // What a log that grew too far took is given back when it begins anew.
+    let most = (options.checkpoint * checkpoint::TOO_FAR).cast_signed();
+    conn.pragma_update(None, "journal_size_limit", most).map_err(failed)?;
     for component in [&schema::COMPONENT, &fence::COMPONENT] {
         crate::schema::sqlite::migrate(conn, component)?;
     }
