@@ -166,7 +166,9 @@ impl Api {
         let bytes: usize = deliveries.iter().map(|one| one.event.as_json().len() + 160).sum();
         let mut body = String::with_capacity(bytes + 32);
         body.push_str("{\"deliveries\":[");
-        let lease = duration::format(lease);
+        // In seconds where they are whole: the form that clients of the interface were promised.
+        let whole = lease.subsec_nanos() == 0;
+        let lease = if whole { format!("{}s", lease.as_secs()) } else { duration::format(lease) };
         for (index, delivery) in deliveries.iter().enumerate() {
             let comma = if index > 0 { "," } else { "" };
             let sealed = self.seal_lease(topic.tenant(), delivery);
