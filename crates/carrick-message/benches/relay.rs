@@ -6,13 +6,7 @@
 //!
 //! Postgres is measured if `CARRICK_TEST_POSTGRES` names a server.
 
-use std::{
-    cell::RefCell,
-    ops::Range,
-    path::Path,
-    sync::Arc,
-    time::{Duration, Instant as Wall},
-};
+use std::{cell::RefCell, ops::Range, path::Path, sync::Arc, time::Duration};
 
 use carrick_core::{
     event::Event,
@@ -30,6 +24,7 @@ use carrick_store::{
 };
 use carrick_testkit::servers::PostgresDatabase;
 use sqlx::{Executor, PgPool};
+use tokio::time::Instant as Wall;
 
 const EVENTS: usize = 60_000;
 const KEYS: usize = 500;

@@ -7,6 +7,9 @@
 //! Marks are written with `synchronous=NORMAL`: a power cut may forget the last of them, and those
 //! rows are then published again, with the same ids. What writers of the file chose for their own
 //! connections is left alone.
+//!
+//! Reads have a connection and a thread of their own: in WAL mode they wait for nobody, while a mark
+//! may have to wait for its turn among the writers.
 
 use std::{path::Path, time::Duration};
 
@@ -33,8 +36,8 @@ use crate::outbox::{
     },
 };
 
-/// How long a statement waits for another writer of the file.
-const BUSY: Duration = Duration::from_secs(5);
+/// How long a statement waits for another writer of the file, in milliseconds.
+const BUSY: i32 = 5000;
 
 /// Rows that one transaction removes: it keeps other writers out for some 10 ms.
 const PRUNE_AT_ONCE: usize = 1000;
@@ -50,22 +53,25 @@ const COLUMNS: &str = "topic, key, event, id, type, source, subject, time, datac
 /// An SQLite file with an outbox.
 #[derive(Clone, Debug)]
 pub(crate) struct SqliteOutbox {
-    worker: Worker,
+    reads: Worker,
+    writes: Worker,
 }
 
 impl SqliteOutbox {
     pub(crate) async fn open(path: &Path) -> Result<Self, OutboxError> {
         let path = path.to_owned();
-        let opened = tokio::task::spawn_blocking(move || open(&path)).await;
-        let conn = opened.map_err(|panic| OutboxError::Database(panic.into()))??;
-        Ok(Self { worker: Worker::start(conn) })
+        let opened = tokio::task::spawn_blocking(move || {
+            let writes = open_to_write(&path)?;
+            Ok((connect(&path)?, writes))
+        });
+        let (reads, writes) =
+            opened.await.map_err(|panic| OutboxError::Database(panic.into()))??;
+        Ok(Self { reads: Worker::start(reads), writes: Worker::start(writes) })
     }
 }
 
-fn open(path: &Path) -> Result<Connection, OutboxError> {
-    let mut conn = Connection::open(path).map_err(unreachable)?;
-    conn.busy_timeout(BUSY).map_err(unreachable)?;
-    conn.set_prepared_statement_cache_capacity(32);
+fn open_to_write(path: &Path) -> Result<Connection, OutboxError> {
+    let mut conn = connect(path)?;
     let mode: String =
         conn.query_row("PRAGMA journal_mode", (), |row| row.get(0)).map_err(unreachable)?;
     if mode == "wal" {
@@ -81,6 +87,21 @@ fn open(path: &Path) -> Result<Connection, OutboxError> {
         schema::sqlite::migrate(&mut conn, component).map_err(OutboxError::Schema)?;
     }
     Ok(conn)
+}
+
+fn connect(path: &Path) -> Result<Connection, OutboxError> {
+    let conn = Connection::open(path).map_err(unreachable)?;
+    conn.busy_handler(Some(wait_a_moment)).map_err(unreachable)?;
+    conn.set_prepared_statement_cache_capacity(32);
+    Ok(conn)
+}
+
+/// Waits for another writer: SQLite's own handler would sleep up to 100 ms at a time, which keeps
+/// a relay out for long beside a writer that commits every few milliseconds.
+fn wait_a_moment(times: i32) -> bool {
+    #[expect(clippy::disallowed_methods, reason = "the thread is this connection's own")]
+    std::thread::sleep(Duration::from_millis(1));
+    times < BUSY
 }
 
 fn unreachable(error: rusqlite::Error) -> OutboxError {
@@ -201,7 +222,7 @@ impl OutboxStore for SqliteOutbox {
         if buckets.is_empty() || max == 0 {
             return Ok(Vec::new());
         }
-        self.worker
+        self.writes
             .call(move |conn| {
                 let acquired = fence::sqlite::acquire(conn, &lease_name(BUCKET), ttl);
                 Ok(match acquired.map_err(store)? {
@@ -218,7 +239,7 @@ impl OutboxStore for SqliteOutbox {
         ttl: Duration,
     ) -> Result<Vec<Bucket>, OutboxError> {
         let Some(&(bucket, token)) = held.first() else { return Ok(Vec::new()) };
-        self.worker
+        self.writes
             .call(move |conn| {
                 let renewed = fence::sqlite::renew(conn, &lease_name(bucket), token, ttl);
                 Ok(if renewed.map_err(store)? { vec![bucket] } else { Vec::new() })
@@ -228,7 +249,7 @@ impl OutboxStore for SqliteOutbox {
 
     async fn release(&self, held: &[(Bucket, FenceToken)]) -> Result<(), OutboxError> {
         let Some(&(bucket, token)) = held.first() else { return Ok(()) };
-        self.worker
+        self.writes
             .call(move |conn| {
                 fence::sqlite::release(conn, &lease_name(bucket), token).map_err(store)?;
                 Ok(())
@@ -239,7 +260,7 @@ impl OutboxStore for SqliteOutbox {
     async fn scan(&self, scan: &Scan) -> Result<Page, OutboxError> {
         let Scan { after, rows: limit, bytes, .. } = *scan;
         let known: hashbrown::HashSet<Seq> = scan.known.iter().copied().collect();
-        self.worker
+        self.reads
             .call(move |conn| {
                 let sql = format!(
                     "SELECT seq, attempts, {WAIT}, {COLUMNS} FROM carrick_outbox
@@ -270,7 +291,7 @@ impl OutboxStore for SqliteOutbox {
 
     async fn fetch(&self, fetch: &Fetch) -> Result<Fetched, OutboxError> {
         let fetch = fetch.clone();
-        self.worker
+        self.reads
             .call(move |conn| {
                 let select = |and: &str| {
                     format!(
@@ -309,7 +330,7 @@ impl OutboxStore for SqliteOutbox {
 
     async fn sweep(&self, sweep: &Sweep) -> Result<Vec<Heading>, OutboxError> {
         let Sweep { after, upto, rows } = *sweep;
-        self.worker
+        self.reads
             .call(move |conn| {
                 let sql = format!(
                     "SELECT seq, topic, {WAIT}, key FROM carrick_outbox
@@ -331,7 +352,7 @@ impl OutboxStore for SqliteOutbox {
 
     async fn mark(&self, marks: &Marks) -> Result<usize, OutboxError> {
         let marks = marks.clone();
-        self.worker
+        self.writes
             .call(move |conn| {
                 let tx = immediate(conn)?;
                 let marked = mark(&tx, &marks)?;
@@ -342,7 +363,7 @@ impl OutboxStore for SqliteOutbox {
     }
 
     async fn prune(&self, after: Seq, keep: Duration, limit: usize) -> Result<Pruned, OutboxError> {
-        self.worker
+        self.writes
             .call(move |conn| {
                 let tx = immediate(conn)?;
                 let pruned = prune(&tx, after, keep, limit.min(PRUNE_AT_ONCE)).map_err(failed)?;
@@ -353,7 +374,7 @@ impl OutboxStore for SqliteOutbox {
     }
 
     async fn health(&self, floor: Seq, _buckets: &[Bucket]) -> Result<Health, OutboxError> {
-        self.worker
+        self.reads
             .call(move |conn| {
                 let mut select = conn
                     .prepare_cached(
@@ -372,7 +393,7 @@ impl OutboxStore for SqliteOutbox {
     }
 
     async fn failures(&self, after: Seq, limit: usize) -> Result<Vec<Failure>, OutboxError> {
-        self.worker
+        self.reads
             .call(move |conn| {
                 let mut select = conn
                     .prepare_cached(
@@ -422,7 +443,7 @@ impl OutboxStore for SqliteOutbox {
     }
 
     async fn last(&self) -> Result<Seq, OutboxError> {
-        self.worker
+        self.reads
             .call(|conn| {
                 let last = conn.query_row("SELECT max(seq) FROM carrick_outbox", (), |row| {
                     row.get::<_, Option<i64>>(0)
@@ -434,7 +455,7 @@ impl OutboxStore for SqliteOutbox {
 
     async fn published(&self, range: &Range) -> Result<Vec<Sent>, OutboxError> {
         let range = range.clone();
-        self.worker
+        self.reads
             .call(move |conn| {
                 let sql = format!(
                     "SELECT seq, attempts, NULL, {COLUMNS} FROM carrick_outbox
@@ -482,7 +503,7 @@ impl SqliteOutbox {
         text: Option<String>,
     ) -> Result<u64, OutboxError> {
         let seqs = seqs.to_vec();
-        self.worker
+        self.writes
             .call(move |conn| {
                 let tx = immediate(conn)?;
                 let mut changed = 0;
