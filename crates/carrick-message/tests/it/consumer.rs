@@ -645,7 +645,8 @@ async fn the_fence_of_a_delivery_exceeds_that_of_an_earlier_one() {
 
 #[tokio::test(start_paused = true)]
 async fn a_broker_that_cannot_do_what_is_needed_is_refused_at_start_with_the_reason() {
-    let lacks: [(fn(&mut Capabilities), &str); 4] = [
+    type Lack = (fn(&mut Capabilities), &'static str);
+    let lacks: [Lack; 4] = [
         (|can| can.dead_letters = false, "keep dead letters"),
         (|can| can.attempts = false, "count deliveries"),
         (|can| can.delay = false, "hold retries back"),
@@ -789,7 +790,7 @@ async fn two_consumers_on_a_file_finish_everything_in_order_per_key_though_handl
     let reports = [one.drain().await.unwrap().status, two.drain().await.unwrap().status];
     assert_eq!(reports.iter().map(|report| report.handled).sum::<u64>(), EVENTS as u64);
     assert_eq!(store.groups(&topic).await.unwrap()[0].1.backlog, 0);
-    let effects = effects.lock();
+    let effects = effects.lock().clone();
     for key in 0..KEYS {
         let of_key: Vec<usize> = effects.iter().copied().filter(|id| id % KEYS == key).collect();
         assert_eq!(of_key, (key..EVENTS).step_by(KEYS).collect::<Vec<_>>(), "key {key}");

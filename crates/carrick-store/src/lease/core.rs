@@ -9,7 +9,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    mem,
     sync::Arc,
 };
 
@@ -71,6 +70,7 @@ pub(crate) struct New {
 
 /// What a transaction did to a group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[cfg(any(test, feature = "sqlite", feature = "postgres"))]
 pub(crate) struct Change {
     pub(crate) cursor: Seq,
     pub(crate) fence: u64,
@@ -567,13 +567,14 @@ impl State {
     }
 
     /// What changed since the last time; `None` if nothing did.
+    #[cfg(any(test, feature = "sqlite", feature = "postgres"))]
     pub(crate) fn take_change(&mut self) -> Option<Change> {
-        if self.touched.is_empty() && !mem::take(&mut self.moved) {
+        if self.touched.is_empty() && !std::mem::take(&mut self.moved) {
             return None;
         }
         self.moved = false;
         let mut change = Change { cursor: self.cursor, fence: self.fence, ..Change::default() };
-        for seq in mem::take(&mut self.touched) {
+        for seq in std::mem::take(&mut self.touched) {
             match self.items.get(&seq) {
                 Some(item) => change.put.push((seq, item.clone())),
                 None => change.gone.push(seq),
@@ -590,6 +591,7 @@ impl State {
     }
 
     /// Does what another process did, at its time.
+    #[cfg(any(test, feature = "sqlite", feature = "postgres"))]
     pub(crate) fn apply(&mut self, change: Change, at: Micros) {
         self.now = self.now.max(at);
         self.cursor = change.cursor;

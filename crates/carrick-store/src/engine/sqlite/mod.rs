@@ -1,9 +1,9 @@
 //! The embedded engine: one SQLite file, nothing else to install.
 //!
-//! One thread writes, in transactions that hold whatever callers want at the time ([`writer`]); a
+//! One thread writes, in transactions that hold whatever callers want at the time (`writer`); a
 //! call resolves when its transaction is on disk (write-ahead log, `synchronous=FULL`). A few
 //! connections read beside it. The file has one engine at a time: a lock beside it sees to that, so
-//! the writer may keep in memory what it would otherwise look up ([`tables`]). Programs may still
+//! the writer may keep in memory what it would otherwise look up (`tables`). Programs may still
 //! keep tables of their own in the same file, the outbox among them.
 
 mod checkpoint;
