@@ -8,7 +8,7 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use carrick_core::{
@@ -24,6 +24,7 @@ use carrick_store::engine::sqlite::{SqliteConfig, SqliteStore};
 use carrick_store::{Store, engine::memory::MemoryStore};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use futures_util::future::BoxFuture;
+use tokio::time::Instant;
 use tokio::{runtime::Runtime, sync::Notify};
 
 /// Events in a backlog: enough that the consumer's start and drain do not show.
