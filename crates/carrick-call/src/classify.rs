@@ -1,0 +1,63 @@
+//! How an attempt ended, decided once for all policies.
+
+use carrick_core::outcome::{Outcome, parse_retry_after};
+use http::{HeaderMap, Response, header::RETRY_AFTER};
+use jiff::Timestamp;
+
+use crate::{CallError, Policy};
+
+/// Decides how an attempt ended. Breaker, outlier detector, balancer, limiter and budget all read
+/// the one verdict; two of them that disagree work against each other.
+pub trait Classify<T, E>: Send + Sync {
+    /// The verdict on a response's head, or on an error.
+    fn classify(&self, result: Result<&T, &E>) -> Outcome;
+}
+
+impl<T, E, F: Fn(Result<&T, &E>) -> Outcome + Send + Sync> Classify<T, E> for F {
+    fn classify(&self, result: Result<&T, &E>) -> Outcome {
+        self(result)
+    }
+}
+
+/// Takes every response for a success and every error for a transient failure.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AnyError;
+
+impl<T, E> Classify<T, E> for AnyError {
+    fn classify(&self, result: Result<&T, &E>) -> Outcome {
+        if result.is_ok() { Outcome::Success } else { Outcome::Transient }
+    }
+}
+
+/// The verdict on HTTP answers: by status, and by `grpc-status` where a response has it in its head.
+/// An error is a transient failure.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Http;
+
+impl Http {
+    /// The verdict on a head, at a wall-clock time that dates in `Retry-After` are read against.
+    pub fn verdict<B>(response: &Response<B>, wall: Timestamp) -> Outcome {
+        let retry_after = || retry_after(response.headers(), wall);
+        let grpc =
+            response.headers().get("grpc-status").and_then(|code| code.to_str().ok()?.parse().ok());
+        match grpc {
+            Some(code) => Outcome::from_grpc(code, retry_after()),
+            None => Outcome::from_status(response.status(), retry_after()),
+        }
+    }
+}
+
+/// The first readable `Retry-After` of a head, in either form.
+pub fn retry_after(headers: &HeaderMap, wall: Timestamp) -> Option<std::time::Duration> {
+    parse_retry_after(headers.get(RETRY_AFTER)?.to_str().ok()?, wall)
+}
+
+/// The verdict on an error of a guarded call; `inner` judges what came from below.
+pub fn call_error<E>(error: &CallError<E>, inner: impl FnOnce(&E) -> Outcome) -> Outcome {
+    match error {
+        CallError::Inner(error) => inner(error),
+        CallError::Refused(refusal) if refusal.policy == Policy::Deadline => Outcome::Expired,
+        CallError::Refused(_) => Outcome::Rejected,
+        CallError::Expired => Outcome::Expired,
+    }
+}

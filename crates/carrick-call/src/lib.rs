@@ -1,0 +1,16 @@
+//! Policies for calls to a dependency: one pattern a folder, decisions apart from doing.
+//!
+//! Each pattern's `core.rs` takes time and randomness as arguments, so the same code runs in a tower
+//! layer, in the assembled client, in the sidecar and in a simulator. What every pattern shares is
+//! here: who refused and why ([`Refusal`]), how an attempt ended ([`Classify`]), and whether a policy
+//! acts or only watches ([`Mode`]).
+
+pub mod classify;
+pub mod error;
+pub mod mode;
+
+pub use self::{
+    classify::Classify,
+    error::{CallError, Policy, Refusal},
+    mode::Mode,
+};

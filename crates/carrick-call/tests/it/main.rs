@@ -1,0 +1,1 @@
+//! Patterns put together, through their public interfaces.
