@@ -6,10 +6,7 @@
 //! forgotten. An entry is so remembered for the window at least and for twice that at most, unless
 //! more records come than two generations hold.
 
-use std::{
-    hash::{BuildHasherDefault, Hasher},
-    mem,
-};
+use std::mem;
 
 use hashbrown::HashMap;
 
@@ -30,29 +27,9 @@ pub(crate) fn identity(stream: u64, dedupe: u128) -> Identity {
     [(mixed >> 64) as u64, mixed as u64]
 }
 
-/// Hashes what is a hash already.
-#[derive(Default)]
-pub(crate) struct Plain(u64);
-
-impl Hasher for Plain {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
-        }
-    }
-
-    fn write_u64(&mut self, half: u64) {
-        self.0 ^= half;
-    }
-
-    fn write_usize(&mut self, _length: usize) {}
-}
-
-type Generation = HashMap<Identity, Seq, BuildHasherDefault<Plain>>;
+// With hashbrown's hasher, which is keyed at random: identities come from outside, and many that fall
+// into one slot could be made at leisure if it were not.
+type Generation = HashMap<Identity, Seq>;
 
 /// Which records came lately.
 pub(crate) struct Window {
@@ -150,9 +127,7 @@ mod tests {
         let mut window = Window::new(100);
         let mut shortened = 0;
         for n in 0..3 * FULL as u128 {
-            // Spread as hashes are: both halves of a counter would fall into one slot.
-            let hash = n.wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
-            let turned = window.insert(identity(1, hash), n as u64, 1);
+            let turned = window.insert(identity(1, n), n as u64, 1);
             shortened += usize::from(turned == Turn::Turned { shortened: true });
         }
         assert_eq!(shortened, 1);

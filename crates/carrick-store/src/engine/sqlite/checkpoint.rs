@@ -22,6 +22,10 @@ use tokio::time::Instant;
 
 use crate::StoreError;
 
+/// The writer folds the rest when the log has grown to this many times what it is folded at. The rest
+/// is small, but it costs the writer two flushes of the disk.
+const FAR: u64 = 8;
+
 /// The log has grown too far at this many times what it is folded at: readers are in the way.
 pub(super) const TOO_FAR: u64 = 16;
 
@@ -118,8 +122,10 @@ impl Checkpointer {
         let log = self.folded.log.load(Ordering::Relaxed);
         if log > self.every * TOO_FAR && Instant::now() >= self.not_before {
             Due::All
-        } else {
+        } else if log > self.every * FAR {
             Due::Rest
+        } else {
+            Due::Nothing
         }
     }
 

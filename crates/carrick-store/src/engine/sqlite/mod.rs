@@ -1,13 +1,14 @@
 //! The embedded engine: one SQLite file, nothing else to install.
 //!
 //! One thread writes, in transactions that hold whatever callers want at the time (`writer`); a
-//! call resolves when its transaction is on disk (write-ahead log, `synchronous=FULL`). A few
-//! connections read beside it. The file has one engine at a time: a lock beside it sees to that, so
+//! call resolves when its transaction is on disk, which is seen to beside it (`flusher`). A few
+//! connections read. The file has one engine at a time: a lock beside it sees to that, so
 //! the writer may keep in memory what it would otherwise look up (`tables`). Programs may still
 //! keep tables of their own in the same file, the outbox among them.
 
 mod checkpoint;
 mod config;
+mod flusher;
 mod reader;
 mod schema;
 mod tables;
@@ -29,7 +30,13 @@ use carrick_core::{
 };
 use rusqlite::{Connection, OptionalExtension, params};
 
-use self::{checkpoint::Checkpointer, reader::Readers, tables::Tables, writer::Writer};
+use self::{
+    checkpoint::Checkpointer,
+    flusher::{Flush, Flusher, Horizon},
+    reader::Readers,
+    tables::Tables,
+    writer::Writer,
+};
 use crate::{
     StoreError, Stream, check,
     fence::{self, Acquired, Fence, FenceToken},
@@ -144,9 +151,16 @@ impl SqliteStore {
             .map_err(failed)?;
         let checkpointer = Checkpointer::start(path, options.checkpoint)?;
         let tables = Tables::new(conn, clock, options.dedupe_window, alone).map_err(failed)?;
-        let wakes = Arc::new(Wakes::default());
-        let writer = Writer::start(tables, &options, Arc::clone(&wakes), checkpointer)?;
-        let readers = Arc::new(Readers::new(path, options.readers));
+        let (wakes, horizon) = (Arc::<Wakes>::default(), Arc::<Horizon>::default());
+        let unable = |error: std::io::Error| StoreError::Engine(error.into());
+        let flush: Flush = if options.danger_not_synchronous {
+            Box::new(|| Ok(()))
+        } else {
+            flusher::flush_of(path).map_err(unable)?
+        };
+        let flusher = Flusher::start(flush, Arc::clone(&horizon), Arc::clone(&wakes));
+        let writer = Writer::start(tables, &options, flusher.map_err(unable)?, checkpointer)?;
+        let readers = Arc::new(Readers::new(path, options.readers, horizon));
         Ok(Self(Arc::new(Inner {
             path: path.to_owned(),
             epoch: epoch.cast_unsigned(),
@@ -221,8 +235,6 @@ fn prepare(conn: &mut Connection, options: &SqliteOptions) -> Result<(), StoreEr
             format!("the file cannot have a write-ahead log (journal mode {mode})").into(),
         ));
     }
-    let synchronous = if options.danger_not_synchronous { "NORMAL" } else { "FULL" };
-    conn.pragma_update(None, "synchronous", synchronous).map_err(failed)?;
     // Negative: in KiB, not in pages.
     let cache = -i64::try_from(options.cache / 1024).unwrap_or(i64::MAX);
     conn.pragma_update(None, "cache_size", cache).map_err(failed)?;
@@ -233,7 +245,8 @@ fn prepare(conn: &mut Connection, options: &SqliteOptions) -> Result<(), StoreEr
     for component in [&schema::COMPONENT, &fence::COMPONENT] {
         crate::schema::sqlite::migrate(conn, component)?;
     }
-    Ok(())
+    // From here on the flusher flushes, after each commit and before its answers.
+    conn.pragma_update(None, "synchronous", "NORMAL").map_err(failed)
 }
 
 fn failed(error: rusqlite::Error) -> StoreError {

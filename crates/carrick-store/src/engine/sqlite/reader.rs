@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use rusqlite::Connection;
 use tokio::sync::Semaphore;
 
+use super::flusher::Horizon;
 use crate::StoreError;
 
 /// Connections for reading, made when they are first needed.
@@ -17,15 +18,16 @@ pub(super) struct Readers {
     path: PathBuf,
     idle: Mutex<Vec<Connection>>,
     places: Arc<Semaphore>,
+    horizon: Arc<Horizon>,
 }
 
 impl Readers {
-    pub(super) fn new(path: &Path, most: usize) -> Self {
+    pub(super) fn new(path: &Path, most: usize, horizon: Arc<Horizon>) -> Self {
         let idle = Mutex::new(Vec::with_capacity(most));
-        Self { path: path.to_owned(), idle, places: Arc::new(Semaphore::new(most)) }
+        Self { path: path.to_owned(), idle, places: Arc::new(Semaphore::new(most)), horizon }
     }
 
-    /// Runs a read on a thread that may block.
+    /// Runs a read on a thread that may block, and answers when what it may have seen is on the disk.
     pub(super) async fn read<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
@@ -45,12 +47,15 @@ impl Readers {
             let snapshot = conn.transaction().map_err(super::failed)?;
             let answer = work(&snapshot);
             drop(snapshot);
+            let seen = readers.horizon.seen();
             if !readers.places.is_closed() {
                 readers.idle.lock().push(conn);
             }
-            answer
+            answer.map(|answer| (answer, seen))
         });
-        blocking.await.map_err(|error| StoreError::Engine(error.into()))?
+        let (answer, seen) = blocking.await.map_err(|error| StoreError::Engine(error.into()))??;
+        self.horizon.wait(seen).await?;
+        Ok(answer)
     }
 
     pub(super) fn close(&self) {

@@ -50,12 +50,12 @@ CREATE TABLE carrick_log (
     body      BLOB    NOT NULL
 ) STRICT;
 
--- What came lately, in the order in which it came; the index over it is in memory.
+-- What came lately, a row for each commit: 24 bytes a record, which are its identity (16) and its
+-- number, big-endian. The index over it is in memory.
 CREATE TABLE carrick_dedupe (
     id        INTEGER PRIMARY KEY,
-    identity  BLOB    NOT NULL,
-    seq       INTEGER NOT NULL,
-    stored_at INTEGER NOT NULL
+    stored_at INTEGER NOT NULL,
+    records   BLOB    NOT NULL
 ) STRICT;
 
 CREATE TABLE carrick_group (

@@ -7,7 +7,7 @@
 use std::{num::NonZeroU64, sync::Arc, time::Duration};
 
 use carrick_core::{clock::Clock, name::Group};
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashMap;
 use rusqlite::{Connection, OptionalExtension, Row, params};
 use tokio::time::Instant;
 
@@ -32,9 +32,9 @@ const STREAMS_KEPT: usize = 100_000;
 /// Groups whose state is kept in memory; a quiet one is small.
 const GROUPS_KEPT: usize = 10_000;
 
-/// Old dedupe rows that one commit removes: more than most commits add, so that they do not pile up,
-/// and few enough not to be felt.
-const DEDUPE_PRUNED: i64 = 2000;
+/// Old dedupe rows that one commit removes: more than a commit adds, which is one, so that they do not
+/// pile up, and few enough not to be felt.
+const DEDUPE_PRUNED: i64 = 16;
 
 /// At most one log line about failed commits in this time: a full disk fails every one.
 const QUIET: Duration = Duration::from_secs(10);
@@ -47,6 +47,8 @@ pub(super) struct End {
     pub(super) number: u64,
     pub(super) first: Seq,
     pub(super) last: Seq,
+    /// Whether whoever waits for it is to be woken.
+    woken: bool,
 }
 
 #[derive(Debug)]
@@ -66,7 +68,7 @@ pub(super) struct Tables {
     groups: HashMap<u64, Member>,
     by_name: HashMap<(Stream, Group), u64>,
     touched: Vec<u64>,
-    woken: HashSet<Stream>,
+    woken: Vec<Stream>,
     dedupe: Dedupe,
     last_log: Option<Instant>,
     /// Held for as long as the engine writes: a second engine on this file must not start.
@@ -84,7 +86,7 @@ struct Dedupe {
     /// Rows below are gone; 0 if that is not known.
     pruned: i64,
     /// What the present transaction added.
-    added: Vec<Identity>,
+    added: Vec<(Identity, Seq)>,
 }
 
 impl Tables {
@@ -104,7 +106,7 @@ impl Tables {
             groups: HashMap::new(),
             by_name: HashMap::new(),
             touched: Vec::new(),
-            woken: HashSet::new(),
+            woken: Vec::new(),
             dedupe,
             last_log: None,
             _alone: alone,
@@ -142,7 +144,7 @@ impl Tables {
                 }
             }
         }
-        self.dedupe.prune(&self.conn)?;
+        self.dedupe.write(&self.conn, self.now)?;
         self.conn.prepare_cached("COMMIT")?.execute([])?;
         self.dedupe.added.clear();
         Ok(())
@@ -164,8 +166,13 @@ impl Tables {
         self.dedupe.give_up();
     }
 
-    pub(super) fn take_woken(&mut self) -> impl Iterator<Item = Stream> {
-        std::mem::take(&mut self.woken).into_iter()
+    pub(super) fn take_woken(&mut self) -> Vec<Stream> {
+        for stream in &self.woken {
+            if let Some(end) = self.streams.get_mut(stream) {
+                end.woken = false;
+            }
+        }
+        std::mem::take(&mut self.woken)
     }
 
     /// Whether it is time for another log line about a failure that repeats.
@@ -210,15 +217,21 @@ impl Tables {
                     &body[..],
                 ])?;
             if let Some(name) = name {
-                self.dedupe.add(&self.conn, name, seq, now)?;
+                self.dedupe.add(name, seq, now);
             }
             appended.push(Appended::Stored(seq));
         }
-        self.streams.insert(stream.clone(), end);
-        if !self.woken.contains(stream) {
-            self.woken.insert(stream.clone());
-        }
+        *self.streams.get_mut(stream).expect("it was found or made above") = end;
+        self.wake(stream);
         Ok(appended)
+    }
+
+    /// Has whoever waits for a stream woken after the commit.
+    fn wake(&mut self, stream: &Stream) {
+        let end = self.streams.get_mut(stream);
+        if !end.is_some_and(|end| std::mem::replace(&mut end.woken, true)) {
+            self.woken.push(stream.clone());
+        }
     }
 
     pub(super) fn stream(&mut self, stream: &Stream) -> Result<Option<End>> {
@@ -240,7 +253,7 @@ impl Tables {
             .prepare_cached("INSERT INTO carrick_stream (name) VALUES (?1)")?
             .execute([stream.as_str()])?;
         let number = self.conn.last_insert_rowid().cast_unsigned();
-        let end = End { number, first: 1, last: 0 };
+        let end = End { number, first: 1, last: 0, woken: false };
         self.streams.insert(stream.clone(), end);
         Ok(end)
     }
@@ -446,8 +459,9 @@ impl Tables {
                     if let Some(buried) = buried {
                         bury(&self.conn, id, &buried)?;
                     }
-                    if member.state.has_ready() && !self.woken.contains(&member.stream) {
-                        self.woken.insert(member.stream.clone());
+                    if member.state.has_ready() {
+                        let stream = member.stream.clone();
+                        self.wake(&stream);
                     }
                     Settled::Done
                 }
@@ -508,7 +522,7 @@ impl Tables {
             member.state.redrive(stored.to_new());
         }
         if !chosen.is_empty() {
-            self.woken.insert(stream.clone());
+            self.wake(stream);
         }
         Ok(chosen.len())
     }
@@ -569,7 +583,7 @@ impl Tables {
             bury(&self.conn, id, buried)?;
         }
         if !buried.is_empty() {
-            self.woken.insert(stream.clone());
+            self.wake(stream);
         }
         Ok(buried.len())
     }
@@ -602,7 +616,7 @@ pub(super) fn end(conn: &Connection, stream: &Stream) -> Result<Option<End>> {
         .query_row([schema::place(number, 0), schema::place(number, Seq::MAX)], |row| row.get(0))
         .optional()?;
     let last = newest.map_or(0, schema::seq).max(last.cast_unsigned());
-    Ok(Some(End { number, first: first.cast_unsigned(), last }))
+    Ok(Some(End { number, first: first.cast_unsigned(), last, woken: false }))
 }
 
 /// Old records that may be trimmed: those that are not dead. Ends at the first that is too young, so
@@ -753,14 +767,15 @@ impl Dedupe {
             added: Vec::new(),
         };
         let mut statement =
-            conn.prepare("SELECT id, identity, seq, stored_at FROM carrick_dedupe ORDER BY id")?;
+            conn.prepare("SELECT id, stored_at, records FROM carrick_dedupe ORDER BY id")?;
         let mut rows = statement.query([])?;
         while let Some(row) = rows.next()? {
+            let at: Micros = row.get(1)?;
             loaded.next = row.get(0)?;
-            let (identity, seq, at): ([u8; 16], i64, Micros) =
-                (row.get(1)?, row.get(2)?, row.get(3)?);
             if at >= since {
-                loaded.note(unpack(identity), seq.cast_unsigned(), at);
+                for (name, seq) in unpack(row.get_ref(2)?.as_blob()?) {
+                    loaded.note(name, seq, at);
+                }
             } else {
                 (loaded.previous, loaded.current) = (loaded.next + 1, loaded.next + 1);
             }
@@ -771,24 +786,18 @@ impl Dedupe {
 
     /// Forgets what a transaction added that failed: remembered, it would refuse its repeat.
     fn give_up(&mut self) {
-        for name in self.added.drain(..) {
+        for (name, _) in self.added.drain(..) {
             self.window.remove(&name);
         }
         self.pruned = 0;
     }
 
-    fn add(&mut self, conn: &Connection, name: Identity, seq: Seq, now: Micros) -> Result<()> {
-        conn.prepare_cached(
-            "INSERT INTO carrick_dedupe (id, identity, seq, stored_at) VALUES (?1, ?2, ?3, ?4)",
-        )?
-        .execute(params![self.next, pack(name), seq.cast_signed(), now])?;
+    fn add(&mut self, name: Identity, seq: Seq, now: Micros) {
         self.note(name, seq, now);
-        self.added.push(name);
-        self.next += 1;
-        Ok(())
+        self.added.push((name, seq));
     }
 
-    /// Takes the row `next` into the window.
+    /// Takes what goes into row `next` into the window.
     fn note(&mut self, name: Identity, seq: Seq, at: Micros) {
         if let Turn::Turned { shortened } = self.window.insert(name, seq, at) {
             (self.previous, self.current) = (self.current, self.next);
@@ -798,8 +807,15 @@ impl Dedupe {
         }
     }
 
-    /// Removes some rows that no generation needs.
-    fn prune(&mut self, conn: &Connection) -> Result<()> {
+    /// Writes down what the transaction added, and removes some rows that no generation needs.
+    fn write(&mut self, conn: &Connection, now: Micros) -> Result<()> {
+        if !self.added.is_empty() {
+            conn.prepare_cached(
+                "INSERT INTO carrick_dedupe (id, stored_at, records) VALUES (?1, ?2, ?3)",
+            )?
+            .execute(params![self.next, now, pack(&self.added)])?;
+            self.next += 1;
+        }
         if self.pruned >= self.previous {
             return Ok(());
         }
@@ -816,11 +832,25 @@ impl Dedupe {
     }
 }
 
-fn pack([high, low]: Identity) -> [u8; 16] {
-    (u128::from(high) << 64 | u128::from(low)).to_be_bytes()
+/// Bytes of a record in `carrick_dedupe`.
+const PACKED: usize = 24;
+
+fn pack(records: &[(Identity, Seq)]) -> Vec<u8> {
+    let mut packed = Vec::with_capacity(records.len() * PACKED);
+    for ([high, low], seq) in records {
+        for part in [high, low, seq] {
+            packed.extend_from_slice(&part.to_be_bytes());
+        }
+    }
+    packed
 }
 
-fn unpack(bytes: [u8; 16]) -> Identity {
-    let whole = u128::from_be_bytes(bytes);
-    [(whole >> 64) as u64, whole as u64]
+fn unpack(packed: &[u8]) -> impl Iterator<Item = (Identity, Seq)> {
+    packed.chunks_exact(PACKED).map(|record| {
+        let part = |at: usize| {
+            let bytes = record[at..at + 8].try_into().expect("a chunk has three parts");
+            u64::from_be_bytes(bytes)
+        };
+        ([part(0), part(8)], part(16))
+    })
 }

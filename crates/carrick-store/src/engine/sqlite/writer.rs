@@ -1,17 +1,18 @@
 //! The writer: one thread, one connection, and a transaction for whatever is waiting.
 //!
-//! A commit costs a flush of the disk, which costs as much as writing dozens of records; so what
-//! callers ask for at the same time goes into one. Callers that come back together after a commit
-//! need some microseconds to do so: when several were in the last commit, the next one waits for as
-//! many, for a part of what the last one took. A caller that is alone never waits.
+//! A commit and its flush cost as much as writing dozens of records; so what callers ask for at the
+//! same time goes into one. Callers that come back together after a commit need some microseconds
+//! to do so: when several were in the last commit, the next one waits for as many, for a part of
+//! what the last one took. A caller that is alone never waits.
+//!
+//! With so many callers that writing for all takes longer than half a flush, they come in thirds: one
+//! is written, one is flushed ([`Flusher`]), and one was answered and is on its way back.
 //!
 //! What fails for a reason of its own fails alone: the others of its transaction are done again
 //! without it. What fails because of the disk or of another program fails for all.
 
 use std::{
-    any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
     thread::JoinHandle,
     time::Duration,
 };
@@ -24,15 +25,15 @@ use tokio::{
 use super::{
     checkpoint::{self, Checkpointer, Due},
     config::SqliteOptions,
+    flusher::{Answer, Asker, Commit, Flusher},
     tables::Tables,
 };
-use crate::{StoreError, wake::Wakes};
+use crate::StoreError;
 
 /// Jobs that wait for the writer: above this, callers wait in line for a place. More would add
 /// nothing to a commit, only memory.
 const WAITING: usize = 4096;
 
-type Answer = Box<dyn Any + Send>;
 type Work = Box<dyn FnMut(&mut Tables) -> Result<Answer, rusqlite::Error> + Send>;
 
 /// Jobs that may fail on their own before their whole transaction is given up: each costs doing the
@@ -42,7 +43,7 @@ const SPARED: usize = 8;
 /// What a caller wants done, in a transaction with what others want.
 pub(super) struct Job {
     work: Work,
-    answer: oneshot::Sender<Result<Answer, StoreError>>,
+    answer: Asker,
     /// How much it writes, roughly.
     records: usize,
     bytes: usize,
@@ -66,15 +67,15 @@ impl Writer {
     pub(super) fn start(
         tables: Tables,
         options: &SqliteOptions,
-        wakes: Arc<Wakes>,
+        flusher: Flusher,
         checkpointer: Checkpointer,
     ) -> Result<Self, StoreError> {
         let (jobs, waiting) = mpsc::channel(WAITING);
         let options = options.clone();
-        let work = move || Loop { tables, options, wakes, checkpointer, last: Last::default() };
+        let work = Loop { tables, options, flusher, checkpointer, last: Last::default() };
         let thread = std::thread::Builder::new()
             .name("carrick-writer".to_owned())
-            .spawn(move || work().run(waiting))
+            .spawn(move || work.run(waiting))
             .map_err(|error| StoreError::Engine(error.into()))?;
         Ok(Self { jobs, thread: parking_lot::Mutex::new(Some(thread)) })
     }
@@ -111,17 +112,20 @@ impl Writer {
     }
 }
 
-/// What the last commit was like.
+/// What was lately.
 #[derive(Default)]
 struct Last {
+    /// How many callers there were at a time.
+    callers: usize,
+    /// What writing the last transaction took, and for how many jobs.
+    wrote: Duration,
     jobs: usize,
-    took: Duration,
 }
 
 struct Loop {
     tables: Tables,
     options: SqliteOptions,
-    wakes: Arc<Wakes>,
+    flusher: Flusher,
     checkpointer: Checkpointer,
     last: Last,
 }
@@ -129,41 +133,63 @@ struct Loop {
 impl Loop {
     fn run(mut self, mut waiting: mpsc::Receiver<Message>) {
         let mut batch = Vec::new();
-        let mut stopping = false;
         while let Some(first) = waiting.blocking_recv() {
-            let mut size = (0, 0);
-            let mut take = |message, batch: &mut Vec<Job>| match message {
-                Message::Job(job) => {
-                    size = (size.0 + job.records, size.1 + job.bytes);
-                    batch.push(job);
-                    size.0 < self.options.commit_records && size.1 < MAX_BYTES
-                }
-                Message::Stop => {
-                    stopping = true;
-                    false
-                }
-            };
-            let mut more = take(first, &mut batch);
-            let patience = Instant::now() + self.last.patience(&self.options);
-            while more {
-                match waiting.try_recv() {
-                    Ok(message) => more = take(message, &mut batch),
-                    Err(_) if batch.len() < self.last.jobs && Instant::now() < patience => {
-                        // Those who were answered are about to ask again: let them run.
-                        std::thread::yield_now();
-                    }
-                    Err(_) => break,
-                }
-            }
-            if stopping {
-                waiting.close();
-            }
-            self.commit(&mut batch, size.1);
+            let bytes = self.gather(first, &mut waiting, &mut batch);
+            self.commit(&mut batch, bytes);
         }
         self.checkpointer.stop();
+        self.flusher.stop();
         // So that the next start finds no log to recover; if it fails, the next start does it.
         if let Err(error) = checkpoint::truncate(self.tables.conn()) {
             tracing::debug!(%error, "the write-ahead log is left for the next start");
+        }
+    }
+
+    /// Takes what goes into the next transaction; tells how many bytes it writes.
+    fn gather(
+        &mut self,
+        first: Message,
+        waiting: &mut mpsc::Receiver<Message>,
+        batch: &mut Vec<Job>,
+    ) -> usize {
+        let flushing = self.flusher.callers();
+        let known = flushing + waiting.len() + 1;
+        // It falls slowly: callers that are on their way back are seen nowhere.
+        self.last.callers = known.max(self.last.callers - self.last.callers.div_ceil(16));
+        let wanted = self.last.wanted(self.flusher.took());
+        // All came at once, as at the start: a part of them sets off, the others follow.
+        let most = if flushing == 0 && wanted < self.last.callers { wanted } else { usize::MAX };
+        let (mut records, mut bytes) = (0, 0);
+        let mut next = Some(first);
+        let mut patience = None;
+        loop {
+            match next.take() {
+                Some(Message::Job(job)) => {
+                    (records, bytes) = (records + job.records, bytes + job.bytes);
+                    batch.push(job);
+                    let is_full = records >= self.options.commit_records || bytes >= MAX_BYTES;
+                    if is_full || batch.len() >= most {
+                        return bytes;
+                    }
+                }
+                Some(Message::Stop) => {
+                    waiting.close();
+                    return bytes;
+                }
+                // Those who were answered are about to ask again: let them run.
+                None => std::thread::yield_now(),
+            }
+            next = waiting.try_recv().ok();
+            if next.is_none() {
+                if batch.len() >= wanted {
+                    return bytes;
+                }
+                let now = Instant::now();
+                let longest = || now + self.last.patience(self.flusher.took(), &self.options);
+                if now >= *patience.get_or_insert_with(longest) {
+                    return bytes;
+                }
+            }
         }
     }
 
@@ -172,22 +198,35 @@ impl Loop {
         if batch.is_empty() {
             return;
         }
+        while let Some(error) = self.flusher.error() {
+            match batch.pop() {
+                Some(job) => job.answer.send(Err(error)).ok(),
+                None => return,
+            };
+        }
         let start = Instant::now();
         let jobs = batch.len();
         let mut spared = SPARED;
         while !batch.is_empty() {
+            let number = self.flusher.horizon().begin();
             match self.transact(batch) {
                 Ok(answers) => {
-                    for (job, answer) in batch.drain(..).zip(answers) {
-                        // A caller that left does not need it.
-                        job.answer.send(Ok(answer)).ok();
-                    }
-                    for stream in self.tables.take_woken() {
-                        self.wakes.wake(&stream);
+                    self.last.wrote = start.elapsed();
+                    self.last.jobs = jobs;
+                    let answers = batch.drain(..).map(|job| job.answer).zip(answers).collect();
+                    let woken = self.tables.take_woken();
+                    let commit = Commit { number, answers, woken };
+                    // With others about to ask, the next transaction is written meanwhile.
+                    if jobs < self.last.callers {
+                        self.flusher.hand(commit);
+                    } else {
+                        self.flusher.finish(commit);
                     }
                 }
                 Err(Failure { error, job }) => {
                     self.tables.give_up();
+                    // Readers may wait for this number: after a flush there is nothing to wait for.
+                    self.flusher.finish(Commit { number, answers: Vec::new(), woken: Vec::new() });
                     metrics::counter!("carrick_store_failed_commits_total").increment(1);
                     if self.tables.may_log() {
                         tracing::error!(%error, jobs, "a commit of the store failed");
@@ -207,8 +246,7 @@ impl Loop {
                 }
             }
         }
-        self.last = Last { jobs, took: start.elapsed() };
-        metrics::histogram!("carrick_store_commit_seconds").record(self.last.took.as_secs_f64());
+        metrics::histogram!("carrick_store_commit_seconds").record(start.elapsed().as_secs_f64());
         // What a commit writes beside its records: their pages' other halves, and the groups'.
         let written = bytes + bytes / 2 + 4096 * (2 + jobs);
         match self.checkpointer.wrote(written as u64) {
@@ -241,13 +279,22 @@ struct Failure {
 }
 
 impl Last {
-    /// How long to wait for as many callers as last time.
-    fn patience(&self, options: &SqliteOptions) -> Duration {
-        if self.jobs < 2 {
+    /// How many callers to write for at once: all of them, or a third if there is enough to do for
+    /// writing and flushing beside each other.
+    fn wanted(&self, flush: Duration) -> usize {
+        let jobs = u32::try_from(self.jobs.max(1)).unwrap_or(u32::MAX);
+        let callers = u32::try_from(self.callers).unwrap_or(u32::MAX);
+        let all = (self.wrote / jobs).saturating_mul(callers);
+        if all * 2 > flush { self.callers.div_ceil(3) } else { self.callers }
+    }
+
+    /// How long to wait for as many.
+    fn patience(&self, flush: Duration, options: &SqliteOptions) -> Duration {
+        if self.callers < 2 {
             return Duration::ZERO;
         }
         // Half of what a commit takes is less than what another commit for the late ones costs.
-        (self.took / 2).clamp(Duration::from_micros(50), options.commit_wait)
+        ((self.wrote + flush) / 2).clamp(Duration::from_micros(50), options.commit_wait)
     }
 }
 
