@@ -5,9 +5,14 @@
 //! here: who refused and why ([`Refusal`]), how an attempt ended ([`Classify`]), and whether a policy
 //! acts or only watches ([`Mode`]).
 
+pub mod budget;
 pub mod classify;
+#[cfg(feature = "client")]
+pub mod client;
 pub mod error;
+pub mod explain;
 pub mod mode;
+pub mod retry;
 
 pub use self::{
     classify::Classify,

@@ -1,0 +1,406 @@
+//! Connections to one host, kept and used again.
+//!
+//! Our own, above hyper's connections, because the usual pool hides what the policies need to know:
+//! which host a connection belongs to, how many requests it has carried, and whether a request that
+//! failed was ever sent. A connection carries so many requests and lives so long at most, each with
+//! jitter, so that a fleet does not reconnect in step and load follows new hosts.
+//!
+//! An exchange that is dropped half-way takes its HTTP/1.1 connection with it: what would come on it
+//! next is the rest of that answer. On HTTP/2 only its stream is reset.
+
+use std::{
+    error::Error as StdError,
+    fmt,
+    pin::Pin,
+    sync::{Arc, Weak},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{Request, Response, Version};
+use http_body::{Body, Frame, SizeHint};
+use hyper::{
+    body::Incoming,
+    client::conn::{http1, http2},
+};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use parking_lot::Mutex;
+use rand::RngExt;
+use tokio::{runtime::Handle, time::Instant};
+
+use super::{
+    config::PoolConfig,
+    connect::{Stream, Target},
+};
+
+type BoxError = Box<dyn StdError + Send + Sync>;
+
+/// Why an exchange with a host failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// No connection could be made: nothing was sent.
+    #[error("cannot connect to {host}")]
+    Connect {
+        /// Which host.
+        host: String,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The connection broke, or the peer did not speak HTTP.
+    #[error("the exchange with {host} broke off")]
+    Exchange {
+        /// Which host.
+        host: String,
+        /// Whether the request never left, so that a repeat cannot double its effect.
+        never_sent: bool,
+        /// Why.
+        #[source]
+        source: hyper::Error,
+    },
+}
+
+impl TransportError {
+    /// Whether the peer cannot have seen the request.
+    pub fn was_never_sent(&self) -> bool {
+        match self {
+            Self::Connect { .. } => true,
+            Self::Exchange { never_sent, .. } => *never_sent,
+        }
+    }
+}
+
+/// The connections to one host. Clones share them.
+pub(super) struct Pool<B>(Arc<Shared<B>>);
+
+struct Shared<B> {
+    target: Target,
+    config: PoolConfig,
+    /// Idle HTTP/1.1 connections, the one used last at the end: it is the likeliest to be alive.
+    idle: Mutex<Vec<Idle<B>>>,
+    /// The HTTP/2 connection for new requests.
+    shared: Mutex<Option<Kept<http2::SendRequest<B>>>>,
+    /// One dial at a time for HTTP/2: everybody who waits can use it.
+    dialling: tokio::sync::Mutex<()>,
+    swept: Mutex<bool>,
+}
+
+struct Idle<B> {
+    since: Instant,
+    kept: Kept<http1::SendRequest<B>>,
+}
+
+/// A connection, and what is left of it.
+#[derive(Clone)]
+struct Kept<S> {
+    sender: S,
+    requests_left: u32,
+    ends_at: Instant,
+}
+
+impl<S> Kept<S> {
+    fn new(sender: S, config: &PoolConfig, now: Instant) -> Self {
+        let mut rng = rand::rng();
+        // Between 90 % and 110 %.
+        let jitter = rng.random_range(90..=110_u32);
+        let share = |whole: Duration| whole.saturating_mul(jitter) / 100;
+        let requests = u64::from(config.max_requests()) * u64::from(jitter) / 100;
+        Self {
+            sender,
+            requests_left: u32::try_from(requests).unwrap_or(u32::MAX).max(1),
+            ends_at: now + share(config.max_age()),
+        }
+    }
+
+    fn is_spent(&self, now: Instant) -> bool {
+        self.requests_left == 0 || now >= self.ends_at
+    }
+}
+
+impl<B> Clone for Pool<B> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<B> fmt::Debug for Pool<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Pool").field(&self.0.target).finish()
+    }
+}
+
+impl<B> Pool<B>
+where
+    B: Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<BoxError>,
+{
+    pub(super) fn new(target: Target, config: PoolConfig) -> Self {
+        Self(Arc::new(Shared {
+            target,
+            config,
+            idle: Mutex::new(Vec::new()),
+            shared: Mutex::new(None),
+            dialling: tokio::sync::Mutex::new(()),
+            swept: Mutex::new(false),
+        }))
+    }
+
+    /// Sends a request, on a connection that is there or on a new one.
+    ///
+    /// A request that a kept connection took back unsent, since the peer had closed it meanwhile,
+    /// is sent once more on a new one: it was never seen.
+    ///
+    /// # Cancel safety
+    /// What was sent may still take effect.
+    pub(super) async fn send(
+        &self,
+        mut request: Request<B>,
+    ) -> Result<Response<PooledBody<B>>, TransportError> {
+        if self.0.config.is_http2() {
+            return self.send_h2(request).await;
+        }
+        if let Some(kept) = self.0.pop(Instant::now()) {
+            match self.send_h1(kept, request).await {
+                Ok(response) => return Ok(response),
+                Err((error, None)) => return Err(error),
+                Err((_, Some(unsent))) => request = unsent,
+            }
+        } else if self.0.shared.lock().is_some() {
+            return self.send_h2(request).await; // chosen by the peer when it was dialled
+        }
+        let (stream, is_h2) = self.connect().await?;
+        if is_h2 {
+            self.keep_h2(stream).await?;
+            return self.send_h2(request).await;
+        }
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| self.broken(error, true))?;
+        tokio::spawn(connection); // ends with the last handle on it
+        let kept = Kept::new(sender, &self.0.config, Instant::now());
+        self.send_h1(kept, request).await.map_err(|(error, _)| error)
+    }
+
+    /// New requests do not use the connection that is there: it may be half-dead.
+    pub(super) fn suspect(&self) {
+        self.0.shared.lock().take();
+        self.0.idle.lock().clear();
+    }
+
+    async fn connect(&self) -> Result<(Stream, bool), TransportError> {
+        let connected = self.0.target.connect().await;
+        connected.map_err(|source| TransportError::Connect { host: self.host(), source })
+    }
+
+    fn host(&self) -> String {
+        format!("{}:{}", self.0.target.host, self.0.target.port)
+    }
+
+    fn broken(&self, source: hyper::Error, never_sent: bool) -> TransportError {
+        TransportError::Exchange { host: self.host(), never_sent, source }
+    }
+
+    async fn send_h1(
+        &self,
+        mut kept: Kept<http1::SendRequest<B>>,
+        request: Request<B>,
+    ) -> Result<Response<PooledBody<B>>, (TransportError, Option<Request<B>>)> {
+        kept.requests_left = kept.requests_left.saturating_sub(1);
+        // Its task may have yet to see that the last answer ended; that it has ended is sure.
+        if let Err(error) = kept.sender.ready().await {
+            return Err((self.broken(error, true), Some(request)));
+        }
+        match kept.sender.try_send_request(request).await {
+            Ok(response) => {
+                // An upgraded or closed connection cannot carry another request; hyper says so then.
+                let keeps = response.version() == Version::HTTP_11;
+                let back = keeps.then(|| (kept, Arc::downgrade(&self.0)));
+                Ok(response.map(|body| PooledBody::new(body, back)))
+            }
+            Err(mut error) => {
+                let unsent = error.take_message();
+                Err((self.broken(error.into_error(), unsent.is_some()), unsent))
+            }
+        }
+    }
+
+    async fn send_h2(
+        &self,
+        request: Request<B>,
+    ) -> Result<Response<PooledBody<B>>, TransportError> {
+        let mut request = request;
+        *request.version_mut() = Version::HTTP_2;
+        let mut fresh = false;
+        loop {
+            let mut sender = match self.0.take_h2(Instant::now()) {
+                Some(sender) => sender,
+                None => {
+                    let _one = self.0.dialling.lock().await;
+                    match self.0.take_h2(Instant::now()) {
+                        Some(sender) => sender,
+                        None => {
+                            let (stream, _) = self.connect().await?;
+                            fresh = true;
+                            self.keep_h2(stream).await?
+                        }
+                    }
+                }
+            };
+            match sender.try_send_request(request).await {
+                Ok(response) => return Ok(response.map(|body| PooledBody::new(body, None))),
+                Err(mut error) => {
+                    self.0.shared.lock().take();
+                    match error.take_message() {
+                        Some(unsent) if !fresh => request = unsent,
+                        unsent => return Err(self.broken(error.into_error(), unsent.is_some())),
+                    }
+                }
+            }
+        }
+    }
+
+    async fn keep_h2(&self, stream: Stream) -> Result<http2::SendRequest<B>, TransportError> {
+        let config = &self.0.config;
+        let (sender, connection) = http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .keep_alive_interval(Some(config.keep_alive()))
+            .keep_alive_timeout(config.keep_alive_timeout())
+            .adaptive_window(true)
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| self.broken(error, true))?;
+        tokio::spawn(connection); // ends with the last handle on it
+        let mut kept = Kept::new(sender.clone(), config, Instant::now());
+        kept.requests_left -= 1;
+        *self.0.shared.lock() = Some(kept);
+        Ok(sender)
+    }
+}
+
+impl<B> Shared<B> {
+    fn pop(&self, now: Instant) -> Option<Kept<http1::SendRequest<B>>> {
+        let mut idle = self.idle.lock();
+        while let Some(Idle { since, kept }) = idle.pop() {
+            let is_stale = now.saturating_duration_since(since) >= self.config.idle();
+            if !kept.sender.is_closed() && !kept.is_spent(now) && !is_stale {
+                return Some(kept);
+            }
+        }
+        None
+    }
+
+    fn take_h2(&self, now: Instant) -> Option<http2::SendRequest<B>> {
+        let mut shared = self.shared.lock();
+        let kept = shared.as_mut()?;
+        if kept.sender.is_closed() || kept.is_spent(now) {
+            *shared = None; // what is under way on it ends by itself
+            return None;
+        }
+        kept.requests_left -= 1;
+        Some(kept.sender.clone())
+    }
+}
+
+impl<B: Send + 'static> Shared<B> {
+    fn give_back(self: &Arc<Self>, kept: Kept<http1::SendRequest<B>>, now: Instant) {
+        if kept.is_spent(now) || kept.sender.is_closed() {
+            return;
+        }
+        let mut idle = self.idle.lock();
+        if idle.len() >= self.config.max_idle() {
+            idle.remove(0); // the one unused for longest
+        }
+        idle.push(Idle { since: now, kept });
+        drop(idle);
+        // An answer may be dropped where no runtime is; another will start the sweep then.
+        let Ok(runtime) = Handle::try_current() else { return };
+        if !std::mem::replace(&mut *self.swept.lock(), true) {
+            runtime.spawn(sweep(Arc::downgrade(self), self.config.idle()));
+        }
+    }
+}
+
+/// Closes what was idle for too long; ends when there is nothing left to close, or no pool.
+async fn sweep<B: Send + 'static>(pool: Weak<Shared<B>>, every: Duration) {
+    loop {
+        tokio::time::sleep(every).await;
+        let Some(pool) = pool.upgrade() else { return };
+        let now = Instant::now();
+        let mut swept = pool.swept.lock();
+        let mut idle = pool.idle.lock();
+        idle.retain(|one| {
+            now.saturating_duration_since(one.since) < every && !one.kept.sender.is_closed()
+        });
+        if idle.is_empty() {
+            *swept = false;
+            return;
+        }
+    }
+}
+
+/// The body of an answer; gives its connection back when it has been read to its end.
+pub(super) struct PooledBody<B> {
+    body: Incoming,
+    back: Option<(Kept<http1::SendRequest<B>>, Weak<Shared<B>>)>,
+}
+
+impl<B> PooledBody<B> {
+    fn new(body: Incoming, back: Option<(Kept<http1::SendRequest<B>>, Weak<Shared<B>>)>) -> Self
+    where
+        B: Send + 'static,
+    {
+        let mut pooled = Self { body, back };
+        if pooled.body.is_end_stream() {
+            pooled.settle(); // nobody reads a body that is empty
+        }
+        pooled
+    }
+}
+
+impl<B> fmt::Debug for PooledBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.body.fmt(f)
+    }
+}
+
+impl<B: Send + Unpin + 'static> Body for PooledBody<B> {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let this = self.get_mut();
+        let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
+        match &frame {
+            Some(Ok(_)) if !this.body.is_end_stream() => {}
+            Some(Err(_)) => this.back = None,
+            _ => this.settle(),
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl<B> PooledBody<B> {
+    fn settle(&mut self)
+    where
+        B: Send + 'static,
+    {
+        if let Some((kept, pool)) = self.back.take()
+            && let Some(pool) = pool.upgrade()
+        {
+            pool.give_back(kept, Instant::now());
+        }
+    }
+}

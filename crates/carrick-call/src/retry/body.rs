@@ -1,0 +1,421 @@
+//! A body that can be sent again.
+
+use std::{
+    error::Error as StdError,
+    fmt,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, Waker},
+};
+
+use bytes::Bytes;
+use http::HeaderMap;
+use http_body::{Body, Frame, SizeHint};
+use parking_lot::Mutex;
+
+/// Why a body ended early.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BodyError {
+    /// The body itself failed.
+    #[error("the body of the request failed")]
+    Inner(#[source] Box<dyn StdError + Send + Sync>),
+    /// A later attempt has taken the body over.
+    #[error("another attempt sends the body now")]
+    Superseded,
+}
+
+/// A request's body, kept while it is sent so that it can be sent again: byte for byte, with its
+/// trailers.
+///
+/// At most `cap` bytes are kept; a body that turns out larger is sent once and cannot be repeated.
+/// A copy that is made while the first is under way begins at the start, goes on where the first had
+/// come to, and ends it.
+///
+/// ```
+/// # use carrick_call::retry::ReplayBody;
+/// # use http_body_util::{BodyExt, Full};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let first = ReplayBody::new(Full::from("an order"), 1024);
+/// let again = first.repeat();
+/// assert_eq!(first.collect().await?.to_bytes(), "an order");
+/// assert_eq!(again.collect().await?.to_bytes(), "an order");
+/// # Ok(())
+/// # }
+/// ```
+pub struct ReplayBody<B>(Kind<B>);
+
+enum Kind<B> {
+    /// Nothing, or one piece: a repeat is a clone.
+    Whole(Option<Bytes>),
+    Stream(Copy<B>),
+}
+
+/// The number of a copy that nobody has read from.
+const NOT_YET: u64 = u64::MAX;
+
+struct Copy<B> {
+    shared: Arc<Mutex<Shared<B>>>,
+    /// Which copy this is; only the newest reads.
+    number: u64,
+    /// Frames of the kept ones that it has sent.
+    sent: usize,
+    trailers_sent: bool,
+}
+
+struct Shared<B> {
+    /// What is not read yet; taken out while somebody polls it, so that no lock is held meanwhile.
+    rest: Option<B>,
+    kept: Vec<Bytes>,
+    bytes: usize,
+    cap: usize,
+    trailers: Option<HeaderMap>,
+    state: State,
+    newest: u64,
+    /// The newest copy, if it waits for an older one to put the rest back.
+    waits: Option<Waker>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// There may be more.
+    Reading,
+    /// All is kept.
+    Ended,
+    /// More came than is kept: it cannot be sent again.
+    TooLarge,
+    /// It failed, or was cut off while somebody polled it.
+    Failed,
+}
+
+impl<B> ReplayBody<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<Box<dyn StdError + Send + Sync>>,
+{
+    /// Keeps at most `cap` bytes of a body.
+    pub fn new(body: B, cap: usize) -> Self {
+        if body.is_end_stream() {
+            return Self(Kind::Whole(None));
+        }
+        let shared = Shared {
+            rest: Some(body),
+            kept: Vec::new(),
+            bytes: 0,
+            cap,
+            trailers: None,
+            state: State::Reading,
+            newest: 0,
+            waits: None,
+        };
+        let shared = Arc::new(Mutex::new(shared));
+        Self(Kind::Stream(Copy { shared, number: 0, sent: 0, trailers_sent: false }))
+    }
+
+    /// A body in one piece.
+    pub fn whole(bytes: Bytes) -> Self {
+        Self(Kind::Whole((!bytes.is_empty()).then_some(bytes)))
+    }
+
+    /// The body once more, from its start. It takes over when it is first read.
+    #[must_use]
+    pub fn repeat(&self) -> Self {
+        match &self.0 {
+            Kind::Whole(bytes) => Self(Kind::Whole(bytes.clone())),
+            Kind::Stream(copy) => {
+                let copy = Copy {
+                    shared: Arc::clone(&copy.shared),
+                    number: NOT_YET,
+                    sent: 0,
+                    trailers_sent: false,
+                };
+                Self(Kind::Stream(copy))
+            }
+        }
+    }
+
+    /// Whether the whole body can still be sent from its start.
+    pub fn is_replayable(&self) -> bool {
+        match &self.0 {
+            Kind::Whole(_) => true,
+            Kind::Stream(copy) => {
+                matches!(copy.shared.lock().state, State::Reading | State::Ended)
+            }
+        }
+    }
+}
+
+impl<B> Copy<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<Box<dyn StdError + Send + Sync>>,
+{
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let mut shared = self.shared.lock();
+        if self.number == NOT_YET {
+            shared.newest += 1;
+            self.number = shared.newest;
+        }
+        if self.number != shared.newest {
+            return Poll::Ready(Some(Err(BodyError::Superseded)));
+        }
+        if let Some(frame) = shared.kept.get(self.sent) {
+            self.sent += 1;
+            return Poll::Ready(Some(Ok(Frame::data(frame.clone()))));
+        }
+        match shared.state {
+            State::Reading | State::TooLarge => {}
+            State::Failed => return Poll::Ready(Some(Err(BodyError::Superseded))),
+            State::Ended => {
+                let trailers = shared.trailers.clone().filter(|_| !self.trailers_sent);
+                self.trailers_sent = true;
+                return Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers))));
+            }
+        }
+        let Some(mut rest) = shared.rest.take() else {
+            // An older copy is just polling it; it will see that it is not the newest.
+            shared.waits = Some(cx.waker().clone());
+            return Poll::Pending;
+        };
+        drop(shared);
+        let polled = Pin::new(&mut rest).poll_frame(cx);
+        let mut shared = self.shared.lock();
+        let is_newest = self.number == shared.newest;
+        let ends = rest.is_end_stream();
+        shared.rest = Some(rest);
+        if let Some(waiter) = shared.waits.take() {
+            waiter.wake();
+        }
+        let frame = match polled {
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(frame) => frame,
+        };
+        match frame {
+            None => {
+                shared.end(State::Ended);
+                Poll::Ready(None)
+            }
+            Some(Err(error)) => {
+                shared.end(State::Failed);
+                Poll::Ready(Some(Err(BodyError::Inner(error.into()))))
+            }
+            Some(Ok(frame)) => {
+                let frame = match frame.into_data() {
+                    Ok(data) => {
+                        shared.keep(&data);
+                        self.sent = shared.kept.len();
+                        Frame::data(data)
+                    }
+                    Err(frame) => {
+                        if let Some(trailers) = frame.trailers_ref() {
+                            shared.trailers = Some(trailers.clone());
+                            self.trailers_sent = true;
+                            shared.end(State::Ended); // nothing follows them
+                        }
+                        frame
+                    }
+                };
+                if ends {
+                    shared.end(State::Ended);
+                }
+                // What an older copy read is kept for the newest, and of no use to itself.
+                if is_newest {
+                    Poll::Ready(Some(Ok(frame)))
+                } else {
+                    Poll::Ready(Some(Err(BodyError::Superseded)))
+                }
+            }
+        }
+    }
+}
+
+impl<B> Shared<B> {
+    fn keep(&mut self, data: &Bytes) {
+        if self.state != State::Reading {
+            return;
+        }
+        self.bytes = self.bytes.saturating_add(data.len());
+        if self.bytes > self.cap {
+            self.state = State::TooLarge;
+            self.kept = Vec::new();
+        } else if !data.is_empty() {
+            self.kept.push(data.clone());
+        }
+    }
+
+    fn end(&mut self, state: State) {
+        self.rest = None;
+        self.state = match self.state {
+            State::TooLarge => State::Failed, // there is no more, and what there was is gone
+            _ => state,
+        };
+    }
+}
+
+impl<B> Body for ReplayBody<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<Box<dyn StdError + Send + Sync>>,
+{
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match &mut self.get_mut().0 {
+            Kind::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Kind::Stream(copy) => copy.poll(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            Kind::Whole(bytes) => bytes.is_none(),
+            Kind::Stream(copy) => {
+                let shared = copy.shared.lock();
+                let trailers_left = shared.trailers.is_some() && !copy.trailers_sent;
+                shared.rest.is_none()
+                    && matches!(shared.state, State::Ended | State::Failed)
+                    && copy.sent >= shared.kept.len()
+                    && !trailers_left
+            }
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            Kind::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            Kind::Stream(copy) => {
+                let shared = copy.shared.lock();
+                let ours: usize = shared.kept.iter().skip(copy.sent).map(Bytes::len).sum();
+                let rest = shared.rest.as_ref().map(Body::size_hint);
+                let known = shared.state != State::Reading || rest.is_some();
+                let rest = rest.unwrap_or_else(|| SizeHint::with_exact(0));
+                let mut hint = SizeHint::new();
+                hint.set_lower(ours as u64 + rest.lower());
+                if let Some(upper) = rest.upper().filter(|_| known) {
+                    hint.set_upper(ours as u64 + upper);
+                }
+                hint
+            }
+        }
+    }
+}
+
+impl<B> fmt::Debug for ReplayBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReplayBody").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use futures_util::{FutureExt, stream};
+    use http_body_util::{BodyExt, Empty, Full, StreamBody};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    type Frames = VecDeque<Frame<Bytes>>;
+
+    fn body(
+        frames: Frames,
+    ) -> StreamBody<stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, std::io::Error>>>> {
+        let frames: Vec<_> = frames.into_iter().map(Ok).collect();
+        StreamBody::new(stream::iter(frames))
+    }
+
+    fn data(pieces: &[&[u8]]) -> Frames {
+        pieces.iter().map(|piece| Frame::data(Bytes::copy_from_slice(piece))).collect()
+    }
+
+    fn read<B>(body: ReplayBody<B>) -> Result<(Bytes, Option<HeaderMap>), BodyError>
+    where
+        B: Body<Data = Bytes> + Unpin,
+        B::Error: Into<Box<dyn StdError + Send + Sync>>,
+    {
+        let collected = body.collect().now_or_never().expect("the test's body never waits")?;
+        let trailers = collected.trailers().cloned();
+        Ok((collected.to_bytes(), trailers))
+    }
+
+    proptest! {
+        #[test]
+        fn linkerd2_15649_14050_a_repeat_is_the_same_bytes_however_far_the_first_had_come(
+            pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..50), 0..10),
+            read_first in 0..12_usize,
+            with_trailers: bool,
+        ) {
+            let whole: Vec<u8> = pieces.concat();
+            let mut frames = data(&pieces.iter().map(Vec::as_slice).collect::<Vec<_>>());
+            let mut trailers = HeaderMap::new();
+            trailers.insert("grpc-status", "0".parse().unwrap());
+            if with_trailers {
+                frames.push_back(Frame::trailers(trailers.clone()));
+            }
+            let mut first = ReplayBody::new(body(frames), 1024);
+            let again = first.repeat();
+            for _ in 0..read_first {
+                if first.frame().now_or_never().unwrap().is_none() {
+                    break;
+                }
+            }
+            prop_assert!(again.is_replayable());
+            let (bytes, seen) = read(again).unwrap();
+            prop_assert_eq!(&bytes[..], &whole[..]);
+            prop_assert_eq!(seen, with_trailers.then_some(trailers));
+        }
+    }
+
+    #[test]
+    fn a_body_beyond_the_cap_is_sent_once_and_not_again() {
+        let mut first = ReplayBody::new(body(data(&[b"12345", b"67890", b"x"])), 10);
+        let again = first.repeat();
+        assert_eq!(read(first).unwrap().0, "1234567890x");
+        assert!(!again.is_replayable());
+        assert!(read(again).is_err(), "never a shorter one");
+        let mut first = ReplayBody::new(body(data(&[b"12345", b"67890"])), 10);
+        let again = first.repeat();
+        read(first).unwrap();
+        assert!(again.is_replayable(), "the cap itself fits");
+    }
+
+    #[test]
+    fn linkerd2_proxy_3216_an_answer_before_the_bodys_end_leaves_the_rest_to_the_next_attempt() {
+        let mut first = ReplayBody::new(body(data(&[b"a", b"b", b"c"])), 10);
+        let mut again = first.repeat();
+        assert!(first.frame().now_or_never().unwrap().unwrap().is_ok());
+        assert!(again.frame().now_or_never().unwrap().unwrap().is_ok());
+        let superseded = first.frame().now_or_never().unwrap().unwrap();
+        assert!(matches!(superseded, Err(BodyError::Superseded)));
+        assert_eq!(read(again).unwrap().0, "bc");
+    }
+
+    #[test]
+    fn sizes_are_known_as_they_were() {
+        let mut first = ReplayBody::new(Full::from("12345"), 10);
+        let again = first.repeat();
+        assert_eq!(first.size_hint().exact(), Some(5));
+        read(first).unwrap();
+        assert_eq!(again.size_hint().exact(), Some(5));
+        assert!(ReplayBody::new(Empty::<Bytes>::new(), 10).is_end_stream());
+        assert_eq!(ReplayBody::<Full<Bytes>>::whole("abc".into()).size_hint().exact(), Some(3));
+    }
+
+    #[test]
+    fn a_body_that_fails_is_not_repeated() {
+        let broken = StreamBody::new(stream::iter(vec![
+            Ok(Frame::data(Bytes::from_static(b"a"))),
+            Err(std::io::Error::other("gone")),
+        ]));
+        let mut first = ReplayBody::new(broken, 10);
+        let again = first.repeat();
+        assert!(matches!(read(first), Err(BodyError::Inner(_))));
+        assert!(!again.is_replayable());
+    }
+}
