@@ -8,6 +8,7 @@
 pub mod classify;
 pub mod error;
 pub mod mode;
+pub mod outlier;
 
 pub use self::{
     classify::Classify,
