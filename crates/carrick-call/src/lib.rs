@@ -5,6 +5,7 @@
 //! here: who refused and why ([`Refusal`]), how an attempt ended ([`Classify`]), and whether a policy
 //! acts or only watches ([`Mode`]).
 
+pub mod balance;
 pub mod classify;
 pub mod error;
 pub mod mode;

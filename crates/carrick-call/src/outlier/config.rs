@@ -138,10 +138,11 @@ impl TryFrom<OutlierOptions> for OutlierConfig {
             latency_floor,
         } = options;
         let mut faults = Faults::default();
-        let mut time = |key: &str, value: Duration, range: &str, least: Duration, most: Duration| {
-            let holds = (least..=most).contains(&value);
-            faults.unless_value(holds, key, range, duration::format(value));
-        };
+        let mut time =
+            |key: &str, value: Duration, range: &str, least: Duration, most: Duration| {
+                let holds = (least..=most).contains(&value);
+                faults.unless_value(holds, key, range, duration::format(value));
+            };
         let (tick, secs) = (Duration::from_millis(100), Duration::from_secs);
         time("interval", interval, "100ms to 10m", tick, secs(600));
         time("ejection-time", ejection_time, "100ms to 1h", tick, secs(3600));

@@ -90,6 +90,13 @@ impl Verdict {
         let gateway = matches!(status.as_u16(), 502..=504);
         Self { gateway, ..Self::peer(Outcome::from_status(status, None)) }
     }
+
+    /// Whether it speaks against the host. A call that cannot be made at all does, be it for a lasting
+    /// reason such as a certificate; an answer that the caller is wrong does not.
+    pub fn is_failure(self) -> bool {
+        let unreachable = self.origin == Origin::Local && self.outcome == Outcome::Permanent;
+        self.outcome.is_failure() || unreachable
+    }
 }
 
 /// An answer, of which no more is known.

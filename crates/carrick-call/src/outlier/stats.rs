@@ -70,13 +70,11 @@ impl Stats {
         latency: Duration,
         options: &OutlierOptions,
     ) -> Option<Kind> {
-        let bad = match verdict.outcome {
-            // Nothing was learnt about the host.
-            Outcome::Rejected | Outcome::Cancelled => return None,
-            Outcome::Success => false,
-            Outcome::Permanent => verdict.origin == Origin::Local,
-            Outcome::Transient | Outcome::Overload { .. } | Outcome::Expired => true,
-        };
+        // Nothing was learnt about the host.
+        if matches!(verdict.outcome, Outcome::Rejected | Outcome::Cancelled) {
+            return None;
+        }
+        let bad = verdict.is_failure();
         self.window.fetch_add(if bad { 1 << 32 } else { 1 }, Relaxed);
         if !bad || verdict.outcome == Outcome::Expired {
             self.sample(latency);

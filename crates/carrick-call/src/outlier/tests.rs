@@ -149,11 +149,8 @@ fn answers_and_calls_without_an_answer_are_counted_apart() {
 
 #[test]
 fn only_gateway_errors_in_a_row_count_as_such() {
-    let options = OutlierOptions {
-        consecutive_gateway: 3,
-        consecutive_failures: 0,
-        ..Default::default()
-    };
+    let options =
+        OutlierOptions { consecutive_gateway: 3, consecutive_failures: 0, ..Default::default() };
     let (_detector, members, now) = fleet(4, options);
     let gateway = Verdict::from_status(StatusCode::BAD_GATEWAY);
     record(&members[0], gateway, 2, now);
