@@ -5,6 +5,7 @@
 //! here: who refused and why ([`Refusal`]), how an attempt ended ([`Classify`]), and whether a policy
 //! acts or only watches ([`Mode`]).
 
+pub mod balance;
 pub mod budget;
 pub mod classify;
 #[cfg(feature = "client")]
@@ -12,6 +13,7 @@ pub mod client;
 pub mod error;
 pub mod explain;
 pub mod mode;
+pub mod outlier;
 pub mod retry;
 
 pub use self::{

@@ -1,1 +1,3 @@
 //! Patterns put together, through their public interfaces.
+
+mod balance;
