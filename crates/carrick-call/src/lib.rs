@@ -6,6 +6,7 @@
 //! acts or only watches ([`Mode`]).
 
 pub mod balance;
+pub mod breaker;
 pub mod budget;
 pub mod classify;
 #[cfg(feature = "client")]
