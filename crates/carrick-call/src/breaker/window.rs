@@ -40,7 +40,7 @@ impl Window {
     pub(super) fn count(calls: u32) -> Self {
         Self::Count(Count {
             slots: (0..calls).map(|_| AtomicU8::new(EMPTY)).collect(),
-            next: AtomicU64::new(0),
+            next: Apart(AtomicU32::new(0)),
             failed: AtomicU32::new(0),
             slow: AtomicU32::new(0),
         })
@@ -72,18 +72,26 @@ impl Window {
     }
 }
 
+/// The one number that every call writes, in a cache line of its own: what calls only read must not be
+/// taken from one core by another each time.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Apart(AtomicU32);
+
 #[derive(Debug)]
 pub(super) struct Count {
     slots: Box<[AtomicU8]>,
-    next: AtomicU64,
+    /// How many calls there were; wraps.
+    next: Apart,
     failed: AtomicU32,
     slow: AtomicU32,
 }
 
 impl Count {
     fn record(&self, result: Result) -> Option<Sums> {
-        let place = self.next.fetch_add(1, Relaxed);
-        let slot = &self.slots[(place % self.slots.len() as u64) as usize];
+        let place = self.next.0.fetch_add(1, Relaxed);
+        let size = self.slots.len() as u32;
+        let slot = &self.slots[(place % size) as usize];
         let new = DONE | u8::from(result.failed) * FAILED | u8::from(result.slow) * SLOW;
         // Where all is well the slots say so already, and stay in every core's cache.
         if slot.load(Relaxed) != new {
@@ -91,14 +99,12 @@ impl Count {
             shift(&self.failed, old & FAILED != 0, result.failed);
             shift(&self.slow, old & SLOW != 0, result.slow);
         }
-        let size = self.slots.len() as u32;
         let read = |sum: &AtomicU32| Some(sum.load(Relaxed)).filter(|sum| *sum <= size);
         let (failed, slow) = (read(&self.failed).unwrap_or(0), read(&self.slow).unwrap_or(0));
         if failed == 0 && slow == 0 {
             return None;
         }
-        let calls = (place + 1).min(self.slots.len() as u64) as u32;
-        Some(Sums { calls, failed, slow })
+        Some(Sums { calls: place.saturating_add(1).min(size), failed, slow })
     }
 
     fn clear(&self) {
@@ -107,7 +113,7 @@ impl Count {
             shift(&self.failed, old & FAILED != 0, false);
             shift(&self.slow, old & SLOW != 0, false);
         }
-        self.next.store(0, Relaxed);
+        self.next.0.store(0, Relaxed);
     }
 }
 
