@@ -179,8 +179,8 @@ impl<T> Pick<T> {
                     Outcome::Overload { retry_after } => retry_after,
                     _ => None,
                 };
-                // As a mean and not as a peak: else one failure in a thousand, on every host now and
-                // then, would send everything to the host that was lucky longest.
+                // As a mean and not as a peak: else a single failure keeps a host without a call for
+                // more than a minute, and the detector never sees the second.
                 let mean = core::penalty(&shared.options, elapsed, retry_after).as_secs_f32();
                 latency.observe(tick, shared.rate, seconds, mean);
             }
