@@ -169,10 +169,12 @@ impl<T> Pick<T> {
     pub fn settle(mut self, verdict: impl Into<Verdict>, elapsed: Duration, now: Instant) {
         self.settled = true;
         let verdict = verdict.into();
+        if verdict.outcome == Outcome::Rejected {
+            return;
+        }
         let Host { latency, member, shared, .. } = &*self.host;
         let (tick, seconds) = (shared.tick(now), elapsed.as_secs_f32());
         match verdict.outcome {
-            Outcome::Rejected => return,
             Outcome::Cancelled => latency.raise(tick, shared.rate, seconds),
             outcome if verdict.is_failure() => {
                 let retry_after = match outcome {

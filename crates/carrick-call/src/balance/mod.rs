@@ -17,7 +17,7 @@
 
 mod config;
 mod core;
-#[cfg(not(loom))] // tokio has no sockets there
+#[cfg(not(loom))] // under loom tokio has no sockets
 pub mod discovery;
 mod endpoint;
 mod ewma;
