@@ -61,7 +61,7 @@ impl Wheel {
         }
         // Drawing again what cannot be used is exact and mostly enough.
         for _ in 0..4 {
-            let place = self.at(below(rng, left), other);
+            let place = self.any(rng, other, left);
             if usable(place) {
                 return Some(place);
             }
@@ -90,17 +90,19 @@ impl Wheel {
         if place == 0 { 0 } else { self.ends[place - 1] }
     }
 
-    /// The place at a point of the wheel from which `other` is cut out.
-    fn at(&self, point: u32, other: Option<usize>) -> usize {
-        let point = match other {
-            Some(other) if point >= self.start(other) => point + self.weight(other),
-            _ => point,
-        };
+    fn any(&self, rng: &mut (impl Rng + ?Sized), other: Option<usize>, left: u32) -> usize {
         if self.even {
-            (point / self.ends[0]) as usize
-        } else {
-            self.ends.partition_point(|end| *end <= point)
+            let drawn = below(rng, (self.len() - usize::from(other.is_some())) as u32) as usize;
+            return drawn + usize::from(other.is_some_and(|other| drawn >= other));
         }
+        let mut point = below(rng, left);
+        // The part of `other` is cut out of the wheel.
+        if let Some(other) = other
+            && point >= self.start(other)
+        {
+            point += self.weight(other);
+        }
+        self.ends.partition_point(|end| *end <= point)
     }
 }
 

@@ -169,18 +169,20 @@ impl<T> Pick<T> {
     pub fn settle(mut self, verdict: impl Into<Verdict>, elapsed: Duration, now: Instant) {
         self.settled = true;
         let verdict = verdict.into();
+        if verdict.outcome == Outcome::Rejected {
+            return;
+        }
         let Host { latency, member, shared, .. } = &*self.host;
         let (tick, seconds) = (shared.tick(now), elapsed.as_secs_f32());
         match verdict.outcome {
-            Outcome::Rejected => return,
             Outcome::Cancelled => latency.raise(tick, shared.rate, seconds),
             outcome if verdict.is_failure() => {
                 let retry_after = match outcome {
                     Outcome::Overload { retry_after } => retry_after,
                     _ => None,
                 };
-                // As a mean and not as a peak: else one failure in a thousand, on every host now and
-                // then, would send everything to the host that was lucky longest.
+                // As a mean and not as a peak: else a single failure keeps a host without a call for
+                // more than a minute, and the detector never sees the second.
                 let mean = core::penalty(&shared.options, elapsed, retry_after).as_secs_f32();
                 latency.observe(tick, shared.rate, seconds, mean);
             }

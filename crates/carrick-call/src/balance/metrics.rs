@@ -3,9 +3,8 @@
 use metrics::{Counter, Gauge, counter, gauge};
 
 pub(super) struct Metrics {
-    pub(super) picks: Counter,
-    /// The second host drawn was better; in observe mode, would have been.
-    pub(super) second: Counter,
+    /// In observe mode: the second host drawn would have been taken.
+    pub(super) would_move: Counter,
     /// The host to avoid was taken, because there is no other.
     pub(super) again: Counter,
     pub(super) empty: Counter,
@@ -22,8 +21,7 @@ impl Metrics {
         let label = || name.to_owned();
         let refused = "carrick_balance_refused_total";
         Self {
-            picks: counter!("carrick_balance_picks_total", "name" => label()),
-            second: counter!("carrick_balance_second_total", "name" => label()),
+            would_move: counter!("carrick_balance_would_move_total", "name" => label()),
             again: counter!("carrick_balance_again_total", "name" => label()),
             empty: counter!(refused, "name" => label(), "reason" => "empty"),
             ejected: counter!(refused, "name" => label(), "reason" => "ejected"),

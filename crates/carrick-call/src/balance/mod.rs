@@ -17,6 +17,7 @@
 
 mod config;
 mod core;
+#[cfg(not(loom))] // under loom tokio has no sockets
 pub mod discovery;
 mod endpoint;
 mod ewma;
@@ -155,7 +156,6 @@ impl<T> Balancer<T> {
             shared.metrics.again.increment(u64::from(slot.is_some()));
         }
         if let Some(slot) = slot {
-            shared.metrics.picks.increment(1);
             return Ok(Pick::start(Arc::clone(&slot.host), now));
         }
         let (counter, reason) = if set.slots.is_empty() {
@@ -240,8 +240,11 @@ impl<T> Set<T> {
         if !core::second_is_better(&shared.options, rng, first, second) {
             return Some(first_slot);
         }
-        shared.metrics.second.increment(1);
-        Some(if shared.options.mode.enforces() { second_slot } else { first_slot })
+        if shared.options.mode.enforces() {
+            return Some(second_slot);
+        }
+        shared.metrics.would_move.increment(1);
+        Some(first_slot)
     }
 }
 

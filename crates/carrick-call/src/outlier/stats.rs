@@ -147,7 +147,9 @@ impl Stats {
         let mut counts = [0; BUCKETS];
         let mut total = 0u32;
         for (count, bucket) in counts.iter_mut().zip(buckets) {
-            *count = bucket.swap(0, Relaxed);
+            if bucket.load(Relaxed) != 0 {
+                *count = bucket.swap(0, Relaxed);
+            }
             total = total.saturating_add(*count);
         }
         let rank = (f64::from(total) * 0.95).ceil() as u32;
