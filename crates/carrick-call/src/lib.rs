@@ -8,11 +8,13 @@
 pub mod balance;
 pub mod breaker;
 pub mod budget;
+pub mod bulkhead;
 pub mod classify;
 #[cfg(feature = "client")]
 pub mod client;
 pub mod error;
 pub mod explain;
+pub mod gate;
 pub mod mode;
 pub mod outlier;
 pub mod retry;

@@ -16,7 +16,6 @@
 
 mod config;
 mod core;
-mod layer;
 mod map;
 mod metrics;
 #[cfg(all(test, not(loom)))]
@@ -32,10 +31,21 @@ use self::core::Circuit;
 pub use self::{
     config::{BreakerConfig, BreakerOptions, WindowOptions},
     core::{Forced, State, Ticket},
-    layer::{BreakerFuture, BreakerLayer, BreakerService},
     map::BreakerMap,
 };
-use crate::Refusal;
+use crate::{
+    Refusal,
+    gate::{Gate, GateFuture, GateLayer, GateService},
+};
+
+/// Refuses calls to one dependency while its circuit is open.
+pub type BreakerLayer<C = crate::classify::AnyError> = GateLayer<Breaker, C>;
+
+/// A service behind a circuit.
+pub type BreakerService<S, C = crate::classify::AnyError> = GateService<S, Breaker, C>;
+
+/// A call behind a circuit; dropping it gives a probe's place back.
+pub type BreakerFuture<F, C = crate::classify::AnyError> = GateFuture<F, Breaker, C>;
 
 /// One circuit. Clones share it.
 ///
@@ -148,6 +158,18 @@ impl OwnedPermit {
         if let Some(ticket) = self.ticket.take() {
             self.circuit.leave(ticket, Some((outcome, elapsed)), now);
         }
+    }
+}
+
+impl Gate for Breaker {
+    type Permit = OwnedPermit;
+
+    fn admit(&self, now: Instant) -> Result<OwnedPermit, Refusal> {
+        self.admit_owned(now)
+    }
+
+    fn settle(permit: OwnedPermit, outcome: Outcome, elapsed: Duration, now: Instant) {
+        permit.settle(outcome, elapsed, now);
     }
 }
 
