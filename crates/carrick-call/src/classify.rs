@@ -4,13 +4,33 @@ use carrick_core::outcome::{Outcome, parse_retry_after};
 use http::{HeaderMap, Response, header::RETRY_AFTER};
 use jiff::Timestamp;
 
-use crate::{CallError, Policy};
+use crate::{CallError, Policy, retry::Pushback};
 
 /// Decides how an attempt ended. Breaker, outlier detector, balancer, limiter and budget all read
 /// the one verdict; two of them that disagree work against each other.
 pub trait Classify<T, E>: Send + Sync {
     /// The verdict on a response's head, or on an error.
     fn classify(&self, result: Result<&T, &E>) -> Outcome;
+
+    /// What else a failure tells of whether to try again. Without knowledge: nothing.
+    fn hints(&self, _result: Result<&T, &E>) -> Hints {
+        Hints::default()
+    }
+}
+
+/// What a failure tells of whether to try again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Hints {
+    /// The dependency cannot have seen the request.
+    pub never_sent: bool,
+    /// No answer came: the failure is the connection's.
+    pub is_local: bool,
+    /// The answer is that of a gateway without its service.
+    pub is_gateway: bool,
+    /// Somebody below has retried already.
+    pub retried_below: bool,
+    /// What the server wishes.
+    pub pushback: Option<Pushback>,
 }
 
 impl<T, E, F: Fn(Result<&T, &E>) -> Outcome + Send + Sync> Classify<T, E> for F {

@@ -12,12 +12,14 @@ pub mod bulkhead;
 pub mod classify;
 #[cfg(feature = "client")]
 pub mod client;
+pub mod deadline;
 pub mod error;
 pub mod explain;
 pub mod gate;
 pub mod mode;
 pub mod outlier;
 pub mod retry;
+pub mod stack;
 
 pub use self::{
     classify::Classify,

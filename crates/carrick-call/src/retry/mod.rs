@@ -17,7 +17,7 @@ mod body;
 mod config;
 mod core;
 
-use http::{HeaderMap, HeaderName, Method, request::Parts};
+use http::{HeaderMap, HeaderName, Method};
 
 pub use self::{
     body::{BodyError, ReplayBody},
@@ -38,12 +38,12 @@ pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key
 const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
 /// Whether the request may be sent twice: by its method, or since it carries an idempotency key.
-pub fn is_idempotent(parts: &Parts) -> bool {
+pub fn is_idempotent_request(method: &Method, headers: &HeaderMap) -> bool {
     let by_method = matches!(
-        parts.method,
+        *method,
         Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE | Method::PUT | Method::DELETE
     );
-    by_method || parts.headers.get(IDEMPOTENCY_KEY).is_some_and(|key| !key.is_empty())
+    by_method || headers.get(IDEMPOTENCY_KEY).is_some_and(|key| !key.is_empty())
 }
 
 /// What gRPC's server wishes, if it says so.
@@ -69,7 +69,8 @@ mod tests {
             if let Some(key) = key {
                 request = request.header(IDEMPOTENCY_KEY, key);
             }
-            super::is_idempotent(&request.body(()).unwrap().into_parts().0)
+            let request = request.body(()).unwrap();
+            is_idempotent_request(request.method(), request.headers())
         };
         for method in [Method::GET, Method::HEAD, Method::PUT, Method::DELETE, Method::OPTIONS] {
             assert!(is_idempotent(method, None));

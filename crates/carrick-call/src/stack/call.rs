@@ -1,0 +1,140 @@
+//! What the stack asks of a request, and what becomes of an answer.
+
+use std::{fmt, sync::Arc};
+
+use carrick_core::{deadline::Deadline, outcome::Outcome};
+use tokio::time::Instant;
+
+use super::{Ended, Open, Shared};
+use crate::{explain::Explain, outlier::Verdict};
+
+/// What the stack asks of a request.
+pub trait Call: Sized {
+    /// Until when its caller wants an answer.
+    fn deadline(&self) -> Option<Deadline>;
+
+    /// Whether it may take effect twice.
+    fn is_idempotent(&self) -> bool;
+
+    /// A copy for another attempt, which is to be made before this one is sent.
+    fn copy(&self) -> Self;
+
+    /// Whether the copy can still be sent, now that an attempt has been made.
+    fn is_replayable(&self) -> bool;
+
+    /// Gets ready for an attempt: what goes on the wire of attempt and deadline.
+    fn prepare(&mut self, attempt: u32, deadline: Deadline, now: Instant);
+
+    /// Where decisions are noted, if anybody wants to know.
+    fn explain(&self) -> Option<&Explain>;
+}
+
+/// Nothing to ask for, as benches and tests do it.
+impl Call for () {
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    fn is_idempotent(&self) -> bool {
+        true
+    }
+
+    fn copy(&self) -> Self {}
+
+    fn is_replayable(&self) -> bool {
+        true
+    }
+
+    fn prepare(&mut self, _attempt: u32, _deadline: Deadline, _now: Instant) {}
+
+    fn explain(&self) -> Option<&Explain> {
+        None
+    }
+}
+
+/// Ends the attempt whose answer is handed on.
+pub trait Finish<S, T> {
+    /// What the caller gets.
+    type Output;
+
+    /// Takes an answer and what its attempt holds. Whatever keeps `held` keeps the host busy.
+    fn finish(&self, answer: T, held: Held<S>) -> Self::Output;
+}
+
+/// Takes an answer's head for its end: what an attempt holds is given back with it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AtHead;
+
+impl<S, T> Finish<S, T> for AtHead {
+    type Output = T;
+
+    fn finish(&self, answer: T, held: Held<S>) -> T {
+        held.settle_as_judged();
+        answer
+    }
+}
+
+/// What the attempt holds whose answer is handed on. Dropping it gives everything back and decides
+/// nothing.
+pub struct Held<S> {
+    pub(super) shared: Arc<Shared<S>>,
+    pub(super) open: Option<Open<S>>,
+    pub(super) ended: Ended,
+    pub(super) attempts: u32,
+    pub(super) deadline: Deadline,
+    pub(super) now: Instant,
+}
+
+impl<S> Held<S> {
+    /// How the head was judged.
+    pub fn outcome(&self) -> Outcome {
+        self.ended.outcome
+    }
+
+    /// How many attempts were made.
+    pub fn attempts(&self) -> u32 {
+        self.attempts
+    }
+
+    /// When the call ends, its body with it.
+    pub fn deadline(&self) -> Deadline {
+        self.deadline
+    }
+
+    /// The timer of the dependency.
+    pub fn timer(&self) -> &crate::deadline::Timer {
+        &self.shared.policies.timer
+    }
+
+    /// Gives back what the attempt holds, by the verdict on its head, as of when it came.
+    pub fn settle_as_judged(mut self) {
+        let (ended, now) = (self.ended, self.now);
+        self.close(Some(ended), now);
+    }
+
+    /// The same by another verdict, as what comes after the head may give.
+    pub fn settle(mut self, outcome: Outcome, now: Instant) {
+        let verdict = Verdict { outcome, ..self.ended.verdict };
+        self.close(Some(Ended { outcome, verdict }), now);
+    }
+
+    fn close(&mut self, ended: Option<Ended>, now: Instant) {
+        if let Some(open) = self.open.take() {
+            self.shared.close(open, ended, now);
+        }
+    }
+}
+
+impl<S> Drop for Held<S> {
+    fn drop(&mut self) {
+        if self.open.is_some() {
+            self.close(None, Instant::now());
+        }
+    }
+}
+
+impl<S> fmt::Debug for Held<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Held").field("outcome", &self.ended.outcome).finish_non_exhaustive()
+    }
+}

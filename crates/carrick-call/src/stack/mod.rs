@@ -1,0 +1,184 @@
+//! The stack: every policy of a dependency, in its one right order.
+//!
+//! Total deadline → retry (one budget) → timeout of one try → balancer (outliers left out) → bulkhead
+//! → breaker → the host's own service. The order is fixed here and not by whoever wraps services in
+//! services: a breaker outside of the retries would count one failure for three attempts, a timeout
+//! inside of a limit would leave its place taken.
+//!
+//! One future does it all, and reads the clock once for a call that is ready at once: a stack of
+//! services would read it in each, and hand results through as many. The decisions are those of the
+//! patterns' own folders, to the letter.
+//!
+//! [`Stack`] is generic over the hosts' services; [`client`](crate::client) puts connections there.
+
+mod call;
+mod future;
+mod http;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use std::{
+    fmt,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use carrick_core::outcome::Outcome;
+use metrics::{Counter, Histogram, counter, histogram};
+use tokio::time::Instant;
+use tower_service::Service;
+
+pub use self::{
+    call::{AtHead, Call, Finish, Held},
+    future::StackFuture,
+};
+use crate::{
+    CallError,
+    balance::{Balancer, Pick},
+    breaker::{self, Breaker},
+    budget::Budget,
+    bulkhead::{self, Bulkhead},
+    deadline::Timer,
+    retry::RetryConfig,
+};
+
+/// The policies of one dependency.
+#[derive(Debug)]
+pub struct Policies<S> {
+    /// The dependency's name, as metrics and explanations say it.
+    pub name: String,
+    /// How long a call may take in all, if its caller has no shorter deadline.
+    pub timeout: Duration,
+    /// How long one attempt may take; the last that is allowed may take what is left.
+    pub per_try_timeout: Option<Duration>,
+    /// Whether and when to try again.
+    pub retry: RetryConfig,
+    /// What retries are paid from.
+    pub budget: Budget,
+    /// The hosts.
+    pub balancer: Balancer<S>,
+    /// Calls at a time.
+    pub bulkhead: Bulkhead,
+    /// The circuit.
+    pub breaker: Breaker,
+    /// What deadlines are armed on.
+    pub timer: Timer,
+}
+
+/// A dependency, guarded. Clones share everything.
+pub struct Stack<S, C, F = AtHead> {
+    shared: Arc<Shared<S>>,
+    classify: C,
+    finish: F,
+}
+
+pub(crate) struct Shared<S> {
+    pub(crate) policies: Policies<S>,
+    attempts: Counter,
+    retries: Counter,
+    expired: Counter,
+    seconds: Histogram,
+}
+
+/// What an attempt holds of its policies; given back when it ends.
+pub(crate) struct Open<S> {
+    pick: Pick<S>,
+    bulkhead: bulkhead::Ticket,
+    breaker: breaker::Ticket,
+}
+
+impl<S> Shared<S> {
+    /// Gives back what an attempt holds, with how it ended; `None` decides nothing.
+    fn close(&self, open: Open<S>, ended: Option<Ended>, now: Instant) {
+        let Open { pick, bulkhead, breaker } = open;
+        let policies = &self.policies;
+        let Some(Ended { outcome, verdict }) = ended else {
+            policies.breaker.leave(breaker, None, now);
+            policies.bulkhead.leave(bulkhead, None, now);
+            return; // the pick goes by itself
+        };
+        let elapsed = now.saturating_duration_since(pick.started());
+        policies.breaker.leave(breaker, Some((outcome, elapsed)), now);
+        policies.bulkhead.leave(bulkhead, Some((outcome, elapsed)), now);
+        policies.budget.settle(outcome);
+        pick.settle(verdict, elapsed, now);
+    }
+}
+
+/// How an attempt ended.
+#[derive(Clone, Copy)]
+pub(crate) struct Ended {
+    outcome: Outcome,
+    verdict: crate::outlier::Verdict,
+}
+
+impl<S, C> Stack<S, C> {
+    /// A dependency with these policies, whose answers `classify` judges at their heads.
+    pub fn new(policies: Policies<S>, classify: C) -> Self {
+        Self::finishing(policies, classify, AtHead)
+    }
+}
+
+impl<S, C, F> Stack<S, C, F> {
+    /// The same, with something else that ends attempts.
+    pub fn finishing(policies: Policies<S>, classify: C, finish: F) -> Self {
+        let label = || policies.name.clone();
+        let shared = Shared {
+            attempts: counter!("carrick_call_attempts_total", "dependency" => label()),
+            retries: counter!("carrick_retry_attempts_total", "dependency" => label()),
+            expired: counter!("carrick_deadline_expired_total", "dependency" => label()),
+            seconds: histogram!("carrick_call_seconds", "dependency" => label()),
+            policies,
+        };
+        Self { shared: Arc::new(shared), classify, finish }
+    }
+
+    /// The policies.
+    pub fn policies(&self) -> &Policies<S> {
+        &self.shared.policies
+    }
+}
+
+impl<S, C: Clone, F: Clone> Clone for Stack<S, C, F> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: Arc::clone(&self.shared),
+            classify: self.classify.clone(),
+            finish: self.finish.clone(),
+        }
+    }
+}
+
+impl<S, C, F> fmt::Debug for Stack<S, C, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stack").field("name", &self.shared.policies.name).finish_non_exhaustive()
+    }
+}
+
+impl<S, C, F, R> Service<R> for Stack<S, C, F>
+where
+    S: Service<R> + Clone,
+    R: Call,
+    C: crate::Classify<S::Response, S::Error> + Clone,
+    F: Finish<S, S::Response> + Clone,
+{
+    type Response = F::Output;
+    type Error = CallError<S::Error>;
+    type Future = StackFuture<S, R, C, F>;
+
+    fn poll_ready(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        // A host's readiness is awaited within the call, for which host it is shows only there.
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: R) -> Self::Future {
+        StackFuture::new(
+            Arc::clone(&self.shared),
+            self.classify.clone(),
+            self.finish.clone(),
+            request,
+            Instant::now(),
+        )
+    }
+}
