@@ -80,6 +80,13 @@ pub struct BalanceConfig {
     pub(super) options: BalanceOptions,
 }
 
+impl BalanceConfig {
+    /// What was written.
+    pub fn options(&self) -> &BalanceOptions {
+        &self.options
+    }
+}
+
 impl TryFrom<BalanceOptions> for BalanceConfig {
     type Error = InvalidConfig;
 

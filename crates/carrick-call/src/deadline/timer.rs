@@ -166,7 +166,7 @@ impl Wheel {
 
     /// Wakes everybody whose tick this is.
     fn serve(&self, tick: u64, due: &mut Vec<Waker>) {
-        let mut slot = self.slot(tick).lock();
+        let slot = self.slot(tick).lock();
         // Before the slot is free again: who comes later sees that it is too late for this tick.
         self.tick.fetch_max(tick, Ordering::SeqCst);
         for place in slot.places.iter().flatten() {

@@ -29,6 +29,8 @@ use metrics::{Counter, Histogram, counter, histogram};
 use tokio::time::Instant;
 use tower_service::Service;
 
+#[cfg(feature = "client")]
+pub(crate) use self::http::{grpc_outcome, is_grpc};
 pub use self::{
     call::{AtHead, Call, Finish, Held},
     future::StackFuture,

@@ -1,3 +1,5 @@
 //! Patterns put together, through their public interfaces.
 
 mod balance;
+mod client;
+mod server;
