@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// A dependency as an operator writes it, in `[dependency.NAME]`; becomes a [`DependencyConfig`].
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct DependencyOptions {
     /// Where it is: `http://host[:port]` or `https://host[:port]`.
@@ -90,7 +90,7 @@ impl Default for DependencyOptions {
 /// let config = DependencyConfig::new("pricing", options)?;
 /// let sum = &config.sums()[0];
 /// assert!(!sum.fits);
-/// assert_eq!(sum.text, "3 tries × 700ms = 2.1s > timeout 2s");
+/// assert_eq!(sum.text, "3 tries × 700ms = 2s100ms > timeout 2s");
 /// # Ok::<(), carrick_core::config::InvalidConfig>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -299,7 +299,7 @@ impl DependencyConfig {
         let most = (0..=hosts)
             .take_while(|out| *out == 0 || may_eject(&self.outlier_options, hosts, out - 1))
             .last();
-        let line = format!("of {hosts} hosts {} may be left out at a time", most.unwrap_or(0));
+        let line = format!("of {hosts} host(s) {} may be left out at a time", most.unwrap_or(0));
         sum("outliers", line, true);
         let budget = self.budget.options();
         let amplified = 1.0 + budget.ratio;
@@ -401,7 +401,7 @@ mod tests {
         options.per_try_timeout = Some(Duration::from_millis(700));
         let config = DependencyConfig::new("pricing", options.clone()).unwrap();
         let wrong: Vec<_> = config.sums().into_iter().filter(|sum| !sum.fits).collect();
-        assert_eq!(wrong[0].text, "3 tries × 700ms = 2.1s > timeout 2s");
+        assert_eq!(wrong[0].text, "3 tries × 700ms = 2s100ms > timeout 2s");
         options.max_attempts = 2;
         let config = DependencyConfig::new("pricing", options).unwrap();
         assert!(config.sums().iter().all(|sum| sum.fits), "{:#?}", config.sums());
