@@ -87,6 +87,7 @@ pub(crate) fn is_grpc(headers: &http::HeaderMap) -> bool {
     content.is_some_and(|content| content.starts_with(b"application/grpc"))
 }
 
+#[cfg(feature = "client")]
 /// The verdict of gRPC's trailers, or of a head that is all there is; `None` without a status.
 pub(crate) fn grpc_outcome(headers: &http::HeaderMap) -> Option<Outcome> {
     let code = headers.get("grpc-status")?.to_str().ok()?.parse().ok()?;
