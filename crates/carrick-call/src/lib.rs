@@ -18,6 +18,7 @@ pub mod error;
 pub mod explain;
 pub mod fault;
 pub mod gate;
+pub mod hedge;
 pub mod mode;
 pub mod outlier;
 pub mod retry;

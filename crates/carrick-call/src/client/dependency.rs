@@ -12,6 +12,7 @@ use crate::{
     breaker::{BreakerConfig, BreakerOptions},
     budget::{BudgetConfig, BudgetOptions},
     bulkhead::{BulkheadConfig, BulkheadOptions},
+    hedge::{HedgeConfig, HedgeOptions},
     outlier::{OutlierConfig, OutlierOptions, may_eject},
     retry::{RetryConfig, RetryOptions},
 };
@@ -51,6 +52,8 @@ pub struct DependencyOptions {
     pub bulkhead: BulkheadOptions,
     /// Connections.
     pub pool: PoolOptions,
+    /// Whether and when slow calls are made twice. Default never.
+    pub hedge: Option<HedgeOptions>,
 }
 
 fn optional<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
@@ -73,6 +76,7 @@ impl Default for DependencyOptions {
             balance: BalanceOptions::default(),
             bulkhead: BulkheadOptions::default(),
             pool: PoolOptions::default(),
+            hedge: None,
         }
     }
 }
@@ -111,6 +115,7 @@ pub struct DependencyConfig {
     pub(super) balance: BalanceConfig,
     pub(super) bulkhead: BulkheadConfig,
     pub(super) pool: PoolConfig,
+    pub(super) hedge: Option<HedgeConfig>,
 }
 
 /// A sum over several settings.
@@ -145,6 +150,7 @@ impl DependencyConfig {
             balance,
             bulkhead,
             pool,
+            hedge,
         } = options;
         let mut faults = Faults::default();
         let text = duration::format;
@@ -192,6 +198,8 @@ impl DependencyConfig {
         let bulkhead =
             BulkheadConfig::try_from(bulkhead).map_err(|fault| nest("bulkhead", fault)).ok();
         let pool = PoolConfig::try_from(pool).map_err(|fault| nest("pool", fault)).ok();
+        let hedge = hedge.map(|hedge| HedgeConfig::try_from(hedge));
+        let hedge = hedge.transpose().map_err(|fault| nest("hedge", fault)).ok().flatten();
         faults.into_result(())?;
         let (is_tls, authority, port) = target.expect("checked");
         Ok(Self {
@@ -211,6 +219,7 @@ impl DependencyConfig {
             balance: balance.expect("checked"),
             bulkhead: bulkhead.expect("checked"),
             pool: pool.expect("checked"),
+            hedge,
         })
     }
 
