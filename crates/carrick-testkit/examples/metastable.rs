@@ -41,18 +41,22 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn print(reports: &[(Stage, Report)]) {
-    println!("| clients and servers | before | slow | last minute | recovers | attempts a call | wasted work |");
-    println!("|---|---|---|---|---|---|---|");
+    println!(
+        "| clients and servers | answered before | while slow | last minute | back after \
+         | attempts a call, while slow | last minute | work in vain, last minute |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
     for (stage, report) in reports {
         let last = LASTS - 60..LASTS;
         let percent = |share: f64| format!("{:.1} %", 100.0 * share);
         println!(
-            "| {} | {} | {} | {} | {} | {:.2} | {} |",
+            "| {} | {} | {} | {} | {} | {:.2} | {:.2} | {} |",
             stage.name(),
             percent(report.goodput(5..BEGINS)),
             percent(report.goodput(BEGINS..ENDS)),
             percent(report.goodput(last.clone())),
             report.recovers(ENDS, 0.95).map_or("never".to_owned(), |at| format!("{} s", at - ENDS)),
+            report.amplification(BEGINS..ENDS),
             report.amplification(last.clone()),
             percent(report.waste(last)),
         );

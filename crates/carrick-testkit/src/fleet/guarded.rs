@@ -77,8 +77,7 @@ impl Guarded {
     /// A client with these policies, each of which is its own.
     pub fn new(client: Client, guards: &Arc<Guards>) -> Self {
         let Client { hosts, seed, start, .. } = client;
-        let detector =
-            guards.outlier.clone().map(|config| Detector::seeded("fleet", config, seed));
+        let detector = guards.outlier.clone().map(|config| Detector::seeded("fleet", config, seed));
         let number = |endpoint: &Endpoint| endpoint.address.parse().expect("made below");
         let balancer = Balancer::with("fleet", guards.balance.clone(), detector, number);
         let endpoint = |host: usize| Endpoint::new(host.to_string());
@@ -154,8 +153,7 @@ impl Policy for Guarded {
             if let Some((breaker, ticket)) = self.breaker.as_ref().zip(ticket) {
                 breaker.leave(ticket, Some((outcome, elapsed)), now);
             }
-            let verdict =
-                if timed_out { Verdict::local(outcome) } else { Verdict::peer(outcome) };
+            let verdict = if timed_out { Verdict::local(outcome) } else { Verdict::peer(outcome) };
             call.avoid = Some(Arc::clone(pick.host()));
             pick.settle(verdict, elapsed, now);
         }

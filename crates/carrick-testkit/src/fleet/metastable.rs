@@ -21,7 +21,7 @@ pub const BEGINS: usize = 30;
 /// The second in which it is over.
 pub const ENDS: usize = 60;
 /// How many seconds there are.
-pub const LASTS: usize = 180;
+pub const LASTS: usize = 150;
 /// How many times as long servers take meanwhile.
 pub const FACTOR: f64 = 5.0;
 
@@ -90,9 +90,9 @@ impl Stage {
         let secs = |second: usize| Duration::from_secs(second as u64);
         let line = match self {
             Self::Naive | Self::Deadline | Self::Budget | Self::Breaker => Line::endless(),
-            // Sixteen before four workers that take 80 ms are a third of a second.
-            Self::NaiveWithLine => Line { most: 16, drop_below: None },
-            Self::Carrick => Line::bounded(16, Duration::from_millis(50)),
+            // One for each worker: even while work takes 400 ms, nobody waits for longer than that.
+            Self::NaiveWithLine => Line { most: 4, drop_below: None },
+            Self::Carrick => Line::bounded(4, Duration::from_millis(50)),
         };
         let servers = 40;
         Fleet {
@@ -129,11 +129,7 @@ impl Stage {
             ..BreakerOptions::default()
         };
         let breaker = BreakerConfig::try_from(breaker).expect("in range");
-        let all = Guards {
-            budget: Some(budget),
-            breaker: Some(breaker),
-            ..Guards::default()
-        };
+        let all = Guards { budget: Some(budget), breaker: Some(breaker), ..Guards::default() };
         match self {
             Self::Naive | Self::NaiveWithLine => None,
             Self::Deadline => Some(Guards { budget: None, breaker: None, ..all }),

@@ -117,11 +117,7 @@ impl Fleet {
     }
 
     /// The same, with a line for each event: nanoseconds since the start, and what happened.
-    pub fn traced<P: Policy>(
-        &self,
-        seed: u64,
-        make: impl FnMut(Client) -> P,
-    ) -> (Report, String) {
+    pub fn traced<P: Policy>(&self, seed: u64, make: impl FnMut(Client) -> P) -> (Report, String) {
         let mut lines = String::new();
         let report = world::run(self, seed, make, |at, event| {
             use std::fmt::Write;

@@ -187,7 +187,9 @@ mod tests {
         let (mut server, now) = (Server::new(&options), Instant::now());
         assert!(server.arrive(job(0, None), now).is_ok());
         assert!(matches!(server.turn(now), Some(Turn::Work(_))));
-        assert!(server.arrive(job(1, None), now).is_ok() && server.arrive(job(2, None), now).is_ok());
+        assert!(
+            server.arrive(job(1, None), now).is_ok() && server.arrive(job(2, None), now).is_ok()
+        );
         assert_eq!(server.arrive(job(3, None), now), Err(2 * SECOND));
         assert!(server.turn(now).is_none(), "its only worker is busy");
     }

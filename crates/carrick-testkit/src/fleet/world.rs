@@ -102,12 +102,7 @@ pub(super) fn run<P: Policy>(
 }
 
 impl<'a, P: Policy> World<'a, P> {
-    fn new(
-        fleet: &'a Fleet,
-        seed: u64,
-        mut make: impl FnMut(Client) -> P,
-        start: Instant,
-    ) -> Self {
+    fn new(fleet: &'a Fleet, seed: u64, mut make: impl FnMut(Client) -> P, start: Instant) -> Self {
         let mut seeds = Dice::seed_from_u64(seed);
         let hosts = fleet.servers.clamp(1, MOST);
         let server = |_| (Server::new(&fleet.server), Dice::seed_from_u64(seeds.next_u64()));
@@ -175,7 +170,8 @@ impl<'a, P: Policy> World<'a, P> {
         let kept = Some(self.callers[client].policy.begin(since));
         let second = self.index(at);
         self.report.seconds[second].calls += 1;
-        let call = u32::try_from(self.calls.len()).expect("fewer than MOST_CALLS and a client's one each");
+        let call =
+            u32::try_from(self.calls.len()).expect("fewer than MOST_CALLS and a client's one each");
         self.calls.push(Call { client, second, awaited: 0, sent: 0, since, kept });
         self.send(call, at);
     }
@@ -254,7 +250,8 @@ impl<'a, P: Policy> World<'a, P> {
     fn factor(&self, host: usize, at: u64) -> f64 {
         let at = Duration::from_nanos(at);
         let faults = self.fleet.faults.iter();
-        let now = faults.filter(|fault| fault.servers.contains(&host) && fault.during.contains(&at));
+        let now =
+            faults.filter(|fault| fault.servers.contains(&host) && fault.during.contains(&at));
         now.map(|fault| fault.factor.max(0.0)).product()
     }
 
