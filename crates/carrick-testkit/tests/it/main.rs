@@ -2,5 +2,6 @@
 
 mod crash;
 mod flaky;
+mod fleet;
 mod history;
 mod servers;
