@@ -21,6 +21,7 @@ pub mod gate;
 pub mod hedge;
 pub mod mode;
 pub mod outlier;
+pub mod queue;
 pub mod retry;
 pub mod scatter;
 pub mod stack;

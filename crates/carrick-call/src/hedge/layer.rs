@@ -56,6 +56,7 @@ pub struct HedgeService<S, C = AnyError> {
 
 impl<S, C> HedgeService<S, C> {
     /// A service that is hedged only if there is a hedge.
+    #[cfg(feature = "client")]
     pub(crate) fn maybe(inner: S, hedge: Option<Hedge>, classify: C) -> Self {
         Self { inner, hedge, classify }
     }

@@ -398,8 +398,8 @@ async fn resty_1197_failsafe_go_65_ten_hedged_megabytes_arrive_whole() {
         move |_| {
             let (content, call) = (content.clone(), calls.fetch_add(1, Ordering::SeqCst));
             async move {
-                // Every fifth hangs: it is the loser, and is dropped while the winner's body comes.
-                if call >= 30 && call % 5 == 0 {
+                // Every third hangs: it is the loser, and is dropped while the winner's body comes.
+                if call >= 30 && call % 3 == 0 {
                     std::future::pending::<()>().await;
                 }
                 answer(200, if call < 30 { Bytes::from("small") } else { content })
@@ -417,11 +417,11 @@ async fn resty_1197_failsafe_go_65_ten_hedged_megabytes_arrive_whole() {
         for _ in 0..30 {
             text(&client, "/").await;
         }
-        for _ in 0..10 {
+        for _ in 0..4 {
             let body = client.call(get("/")).await.unwrap().into_body().collect().await.unwrap();
             assert_eq!(Sha256::digest(body.to_bytes()), Sha256::digest(&content));
         }
-        assert!(calls.load(Ordering::SeqCst) >= 42, "some were made twice");
+        assert!(calls.load(Ordering::SeqCst) >= 35, "some were made twice");
         assert_eq!(client.bulkhead().in_flight(), 0);
     }
 }
