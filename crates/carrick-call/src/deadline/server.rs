@@ -426,7 +426,7 @@ impl<R: Body<Data = Bytes>> Body for DeadlineBody<R> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use http_body_util::{BodyExt, Full, StreamBody};
     use tower::{ServiceExt, service_fn};

@@ -153,7 +153,7 @@ fn class_v6(address: Ipv6Addr) -> Option<Class> {
     V6.iter().find(|(net, length, _)| starts(*net, *length)).map(|(_, _, class)| *class)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use proptest::prelude::*;
 

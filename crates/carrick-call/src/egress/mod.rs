@@ -304,7 +304,7 @@ pub fn follow(
     Ok(target)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 

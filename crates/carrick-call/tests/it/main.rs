@@ -3,3 +3,4 @@
 mod balance;
 mod client;
 mod server;
+mod stack;
