@@ -19,7 +19,7 @@ pub enum Strategy {
 }
 
 /// Settings as an operator writes them; become a [`BalanceConfig`].
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct BalanceOptions {
     /// Whether hosts are compared. In `observe` the first host drawn is taken, by weight alone, and
@@ -78,6 +78,13 @@ impl Default for BalanceOptions {
 #[serde(try_from = "BalanceOptions")]
 pub struct BalanceConfig {
     pub(super) options: BalanceOptions,
+}
+
+impl BalanceConfig {
+    /// What was written.
+    pub fn options(&self) -> &BalanceOptions {
+        &self.options
+    }
 }
 
 impl TryFrom<BalanceOptions> for BalanceConfig {

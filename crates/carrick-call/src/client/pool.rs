@@ -9,10 +9,12 @@
 //! next is the rest of that answer. On HTTP/2 only its stream is reset.
 
 use std::{
-    error::Error as StdError,
     fmt,
     pin::Pin,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -30,11 +32,11 @@ use rand::RngExt;
 use tokio::{runtime::Handle, time::Instant};
 
 use super::{
+    BoxError,
     config::PoolConfig,
     connect::{Stream, Target},
+    service::Named,
 };
-
-type BoxError = Box<dyn StdError + Send + Sync>;
 
 /// Why an exchange with a host failed.
 #[derive(Debug, thiserror::Error)]
@@ -93,11 +95,13 @@ struct Idle<B> {
 }
 
 /// A connection, and what is left of it.
-#[derive(Clone)]
 struct Kept<S> {
     sender: S,
     requests_left: u32,
     ends_at: Instant,
+    /// Answers that came on it: how an exchange that nothing came of knows whether others fared
+    /// better.
+    heard: Arc<AtomicU64>,
 }
 
 impl<S> Kept<S> {
@@ -111,11 +115,53 @@ impl<S> Kept<S> {
             sender,
             requests_left: u32::try_from(requests).unwrap_or(u32::MAX).max(1),
             ends_at: now + share(config.max_age()),
+            heard: Arc::default(),
         }
     }
 
     fn is_spent(&self, now: Instant) -> bool {
         self.requests_left == 0 || now >= self.ends_at
+    }
+}
+
+/// A handle on an HTTP/2 connection, and the count of what came on it.
+type Taken<B> = (http2::SendRequest<B>, Arc<AtomicU64>);
+
+/// How long a connection must have been silent to be suspected.
+const SILENT: Duration = Duration::from_millis(100);
+
+/// Watches an exchange. If it is given up although nothing came on its connection meanwhile, the
+/// connection may be half-dead, and the next attempt must not use it.
+struct Silence<B> {
+    pool: Weak<Shared<B>>,
+    heard: Arc<AtomicU64>,
+    before: u64,
+    since: Instant,
+    is_broken: bool,
+}
+
+impl<B> Silence<B> {
+    fn new(pool: &Arc<Shared<B>>, heard: Arc<AtomicU64>) -> Self {
+        let before = heard.load(Ordering::Relaxed);
+        let pool = Arc::downgrade(pool);
+        Self { pool, heard, before, since: Instant::now(), is_broken: false }
+    }
+
+    fn broken(mut self) {
+        self.heard.fetch_add(1, Ordering::Relaxed);
+        self.is_broken = true;
+    }
+}
+
+impl<B> Drop for Silence<B> {
+    fn drop(&mut self) {
+        if !self.is_broken
+            && self.heard.load(Ordering::Relaxed) == self.before
+            && self.since.elapsed() >= SILENT
+            && let Some(pool) = self.pool.upgrade()
+        {
+            pool.retire(&self.heard);
+        }
     }
 }
 
@@ -157,8 +203,9 @@ where
     pub(super) async fn send(
         &self,
         mut request: Request<B>,
+        name: &Named,
     ) -> Result<Response<PooledBody<B>>, TransportError> {
-        if self.0.config.is_http2() {
+        if self.speaks_http2() {
             return self.send_h2(request).await;
         }
         if let Some(kept) = self.0.pop(Instant::now()) {
@@ -167,11 +214,11 @@ where
                 Err((error, None)) => return Err(error),
                 Err((_, Some(unsent))) => request = unsent,
             }
-        } else if self.0.shared.lock().is_some() {
-            return self.send_h2(request).await; // chosen by the peer when it was dialled
         }
         let (stream, is_h2) = self.connect().await?;
         if is_h2 {
+            // Chosen by the peer just now: the request was made for HTTP/1.1.
+            name.make_absolute(&mut request);
             self.keep_h2(stream).await?;
             return self.send_h2(request).await;
         }
@@ -183,10 +230,9 @@ where
         self.send_h1(kept, request).await.map_err(|(error, _)| error)
     }
 
-    /// New requests do not use the connection that is there: it may be half-dead.
-    pub(super) fn suspect(&self) {
-        self.0.shared.lock().take();
-        self.0.idle.lock().clear();
+    /// Whether requests go over HTTP/2, by the settings or since the peer chose it.
+    pub(super) fn speaks_http2(&self) -> bool {
+        self.0.config.is_http2() || self.0.shared.lock().is_some()
     }
 
     async fn connect(&self) -> Result<(Stream, bool), TransportError> {
@@ -234,12 +280,12 @@ where
         *request.version_mut() = Version::HTTP_2;
         let mut fresh = false;
         loop {
-            let mut sender = match self.0.take_h2(Instant::now()) {
-                Some(sender) => sender,
+            let (mut sender, heard) = match self.0.take_h2(Instant::now()) {
+                Some(taken) => taken,
                 None => {
                     let _one = self.0.dialling.lock().await;
                     match self.0.take_h2(Instant::now()) {
-                        Some(sender) => sender,
+                        Some(taken) => taken,
                         None => {
                             let (stream, _) = self.connect().await?;
                             fresh = true;
@@ -248,10 +294,15 @@ where
                     }
                 }
             };
+            let silence = Silence::new(&self.0, heard);
             match sender.try_send_request(request).await {
-                Ok(response) => return Ok(response.map(|body| PooledBody::new(body, None))),
+                Ok(response) => {
+                    silence.broken();
+                    return Ok(response.map(|body| PooledBody::new(body, None)));
+                }
                 Err(mut error) => {
-                    self.0.shared.lock().take();
+                    self.0.retire(&silence.heard);
+                    silence.broken();
                     match error.take_message() {
                         Some(unsent) if !fresh => request = unsent,
                         unsent => return Err(self.broken(error.into_error(), unsent.is_some())),
@@ -261,7 +312,7 @@ where
         }
     }
 
-    async fn keep_h2(&self, stream: Stream) -> Result<http2::SendRequest<B>, TransportError> {
+    async fn keep_h2(&self, stream: Stream) -> Result<Taken<B>, TransportError> {
         let config = &self.0.config;
         let (sender, connection) = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
@@ -274,8 +325,9 @@ where
         tokio::spawn(connection); // ends with the last handle on it
         let mut kept = Kept::new(sender.clone(), config, Instant::now());
         kept.requests_left -= 1;
+        let heard = Arc::clone(&kept.heard);
         *self.0.shared.lock() = Some(kept);
-        Ok(sender)
+        Ok((sender, heard))
     }
 }
 
@@ -291,7 +343,7 @@ impl<B> Shared<B> {
         None
     }
 
-    fn take_h2(&self, now: Instant) -> Option<http2::SendRequest<B>> {
+    fn take_h2(&self, now: Instant) -> Option<Taken<B>> {
         let mut shared = self.shared.lock();
         let kept = shared.as_mut()?;
         if kept.sender.is_closed() || kept.is_spent(now) {
@@ -299,7 +351,15 @@ impl<B> Shared<B> {
             return None;
         }
         kept.requests_left -= 1;
-        Some(kept.sender.clone())
+        Some((kept.sender.clone(), Arc::clone(&kept.heard)))
+    }
+
+    /// New requests do not use this HTTP/2 connection any more; those on it go on.
+    fn retire(&self, heard: &Arc<AtomicU64>) {
+        let mut shared = self.shared.lock();
+        if shared.as_ref().is_some_and(|kept| Arc::ptr_eq(&kept.heard, heard)) {
+            *shared = None;
+        }
     }
 }
 
@@ -340,14 +400,17 @@ async fn sweep<B: Send + 'static>(pool: Weak<Shared<B>>, every: Duration) {
     }
 }
 
+/// A connection, and where it goes when its answer has been read.
+type Back<B> = (Kept<http1::SendRequest<B>>, Weak<Shared<B>>);
+
 /// The body of an answer; gives its connection back when it has been read to its end.
 pub(super) struct PooledBody<B> {
     body: Incoming,
-    back: Option<(Kept<http1::SendRequest<B>>, Weak<Shared<B>>)>,
+    back: Option<Back<B>>,
 }
 
 impl<B> PooledBody<B> {
-    fn new(body: Incoming, back: Option<(Kept<http1::SendRequest<B>>, Weak<Shared<B>>)>) -> Self
+    fn new(body: Incoming, back: Option<Back<B>>) -> Self
     where
         B: Send + 'static,
     {

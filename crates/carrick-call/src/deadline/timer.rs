@@ -166,7 +166,7 @@ impl Wheel {
 
     /// Wakes everybody whose tick this is.
     fn serve(&self, tick: u64, due: &mut Vec<Waker>) {
-        let mut slot = self.slot(tick).lock();
+        let slot = self.slot(tick).lock();
         // Before the slot is free again: who comes later sees that it is too late for this tick.
         self.tick.fetch_max(tick, Ordering::SeqCst);
         for place in slot.places.iter().flatten() {
@@ -255,7 +255,7 @@ impl fmt::Debug for Armed {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::future::poll_fn;
 

@@ -12,7 +12,9 @@ use serde::Deserialize;
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct RetryOptions {
-    /// Attempts, the first among them, 1..=20. Default 3.
+    /// Attempts, the first among them, 1..=20. Default 3. In a file it stands beside the timeouts that
+    /// it is multiplied with.
+    #[serde(skip)]
     pub max_attempts: u32,
     /// Bound of the first wait; doubles with each. 1 ms to 1 min. Default 200 ms.
     #[serde(with = "duration")]

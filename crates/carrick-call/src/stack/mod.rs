@@ -14,7 +14,7 @@
 mod call;
 mod future;
 mod http;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 
 use std::{
@@ -29,6 +29,9 @@ use metrics::{Counter, Histogram, counter, histogram};
 use tokio::time::Instant;
 use tower_service::Service;
 
+#[cfg(feature = "client")]
+pub(crate) use self::http::grpc_outcome;
+pub(crate) use self::http::is_grpc;
 pub use self::{
     call::{AtHead, Call, Finish, Held},
     future::StackFuture,

@@ -1,0 +1,142 @@
+//! The body of an answer: the end of an attempt.
+
+use std::{
+    fmt,
+    pin::Pin,
+    task::{Context, Poll},
+};
+
+use bytes::Bytes;
+use carrick_core::outcome::Outcome;
+use http::{HeaderValue, Response};
+use http_body::{Body, Frame, SizeHint};
+use tokio::time::Instant;
+
+use super::{RequestBody, pool::PooledBody, service::HostService};
+use crate::{
+    deadline::Armed,
+    retry::RETRIED,
+    stack::{Finish, Held, grpc_outcome, is_grpc},
+};
+
+/// Why the body of an answer ended early.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AnswerError {
+    /// The deadline passed while it came.
+    #[error("the deadline passed before the end of the answer")]
+    Expired,
+    /// The connection broke.
+    #[error("the answer broke off")]
+    Broken(#[source] hyper::Error),
+}
+
+/// The body of an answer, under the deadline of its call.
+///
+/// It holds the call's place at its host and in the bulkhead until it has been read to its end, or is
+/// dropped. What it ends with is the verdict on the call: a gRPC status comes only there.
+pub struct AnswerBody {
+    body: PooledBody<RequestBody>,
+    held: Option<Held<HostService>>,
+    armed: Option<Armed>,
+    is_grpc: bool,
+    outcome: Option<Outcome>,
+}
+
+/// Keeps what an attempt holds until its answer has been read.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct AtEnd;
+
+impl Finish<HostService, Response<PooledBody<RequestBody>>> for AtEnd {
+    type Output = Response<AnswerBody>;
+
+    fn finish(
+        &self,
+        answer: Response<PooledBody<RequestBody>>,
+        held: Held<HostService>,
+    ) -> Response<AnswerBody> {
+        let (mut parts, body) = answer.into_parts();
+        if held.attempts() > 1 {
+            parts.headers.insert(RETRIED, HeaderValue::from(held.attempts() - 1));
+        }
+        let is_grpc = is_grpc(&parts.headers);
+        // A head that is all there is has been judged.
+        let held = if body.is_end_stream() {
+            held.settle_as_judged();
+            None
+        } else {
+            Some(held)
+        };
+        let body = AnswerBody { body, held, armed: None, is_grpc, outcome: None };
+        Response::from_parts(parts, body)
+    }
+}
+
+impl AnswerBody {
+    fn end(&mut self, outcome: Option<Outcome>) {
+        self.armed = None;
+        if let Some(held) = self.held.take() {
+            let now = Instant::now();
+            match outcome.or(self.outcome) {
+                Some(outcome) => held.settle(outcome, now),
+                None => held.settle_as_judged(),
+            }
+        }
+    }
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = AnswerError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, AnswerError>>> {
+        let this = self.get_mut();
+        match Pin::new(&mut this.body).poll_frame(cx) {
+            Poll::Pending => {
+                let Some(held) = &this.held else { return Poll::Pending };
+                let deadline = held.deadline().instant();
+                match held.timer().poll_at(deadline, &mut this.armed, cx.waker()) {
+                    Poll::Pending => Poll::Pending,
+                    Poll::Ready(()) => {
+                        this.end(Some(Outcome::Expired));
+                        Poll::Ready(Some(Err(AnswerError::Expired)))
+                    }
+                }
+            }
+            Poll::Ready(None) => {
+                this.end(None);
+                Poll::Ready(None)
+            }
+            Poll::Ready(Some(Ok(frame))) => {
+                if let Some(trailers) = frame.trailers_ref().filter(|_| this.is_grpc) {
+                    this.outcome = grpc_outcome(trailers);
+                }
+                if this.body.is_end_stream() {
+                    this.end(None);
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(Err(error))) => {
+                this.end(Some(Outcome::Transient));
+                Poll::Ready(Some(Err(AnswerError::Broken(error))))
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl fmt::Debug for AnswerBody {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AnswerBody").field("held", &self.held).finish_non_exhaustive()
+    }
+}
