@@ -2,4 +2,6 @@
 
 mod balance;
 mod client;
+mod deadline;
+mod egress;
 mod server;
