@@ -19,6 +19,7 @@ mod body;
 mod client;
 mod config;
 mod core;
+mod duty;
 mod server;
 #[cfg(all(test, not(loom)))]
 mod tests;
