@@ -1,8 +1,14 @@
 //! The context of a piece of work: what entered at the edge and must still be there at the end.
 
-use std::{future::Future, time::Duration};
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{self, Poll},
+    time::Duration,
+};
 
-use tokio::time::Instant;
+use pin_project_lite::pin_project;
+use tokio::{task::futures::TaskLocalFuture, time::Instant};
 
 use crate::{deadline::Deadline, trace::TraceContext};
 
@@ -94,8 +100,8 @@ impl Context {
     ///
     /// # Cancel safety
     /// That of the future.
-    pub async fn scope<F: Future>(self, future: F) -> F::Output {
-        CURRENT.scope(self, future).await
+    pub fn scope<F: Future>(self, future: F) -> Scoped<F> {
+        Scoped { inner: CURRENT.scope(self, future) }
     }
 
     /// A context for work that must outlive its caller: its own deadline, `cap` from `now`, and a
@@ -103,6 +109,24 @@ impl Context {
     #[must_use]
     pub fn detach(&self, now: Instant, cap: Duration) -> Self {
         Self { deadline: Deadline::at(now + cap), trace: self.trace.child(), ..self.clone() }
+    }
+}
+
+pin_project! {
+    /// A future with a context in scope; see [`Context::scope`].
+    #[derive(Debug)]
+    #[must_use = "futures do nothing unless they are polled"]
+    pub struct Scoped<F> {
+        #[pin]
+        inner: TaskLocalFuture<Context, F>,
+    }
+}
+
+impl<F: Future> Future for Scoped<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut task::Context<'_>) -> Poll<F::Output> {
+        self.project().inner.poll(cx)
     }
 }
 

@@ -14,9 +14,9 @@ use tokio::time::Instant;
 
 use super::{RequestBody, pool::PooledBody, service::HostService};
 use crate::{
-    deadline::Armed,
+    deadline::{Armed, wire::is_grpc},
     retry::RETRIED,
-    stack::{Finish, Held, grpc_outcome, is_grpc},
+    stack::{Finish, Held, grpc_outcome},
 };
 
 /// Why the body of an answer ended early.

@@ -5,86 +5,33 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context as TaskContext, Poll, ready},
-    time::Duration,
 };
 
 use bytes::Bytes;
 use carrick_core::{
     clock::{Clock, SystemClock},
-    config::{Faults, InvalidConfig, duration},
-    context::Context,
+    context::{Context, Scoped},
     deadline::{Deadline, Limits, Said},
     problem::{PROBLEM, Problem},
     trace::TraceContext,
 };
-use futures_util::future::BoxFuture;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header::CONTENT_TYPE};
-use http_body::{Body, Frame, SizeHint};
+use http_body::Body;
 use metrics::{Counter, counter};
 use parking_lot::Mutex;
 use pin_project_lite::pin_project;
-use serde::Deserialize;
 use tokio::time::Instant;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::{Armed, Timer};
-use crate::{Mode, retry::IDEMPOTENCY_KEY, stack::is_grpc};
-
-/// How long refusals are counted against their cap.
-const WINDOW: Duration = Duration::from_secs(10);
-
-/// Settings as an operator writes them; become a [`DeadlineConfig`].
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
-pub struct DeadlineOptions {
-    /// The longest that any request may take, 1 ms to 1 d. Default 2 s.
-    #[serde(with = "duration")]
-    pub max: Duration,
-    /// With less left, work is not started, at most `max`. Default 50 ms.
-    #[serde(with = "duration")]
-    pub min_useful: Duration,
-    /// An absolute deadline further in the past than this is a wrong clock. Default 5 s.
-    #[serde(with = "duration")]
-    pub skew: Duration,
-    /// Share of requests that may be refused in 10 s, in [0, 1], so that one caller with a wrong
-    /// setting cannot shut a service. Default 0.2.
-    pub max_refused: f64,
-    /// Whether requests with too little time are refused, or only counted. Default `observe`: look at
-    /// the counter before you enforce it.
-    pub mode: Mode,
-}
-
-impl Default for DeadlineOptions {
-    fn default() -> Self {
-        let Limits { max, min_useful, skew } = Limits::default();
-        Self { max, min_useful, skew, max_refused: 0.2, mode: Mode::Observe }
-    }
-}
-
-/// Settings that a server can rely on.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(try_from = "DeadlineOptions")]
-pub struct DeadlineConfig {
-    options: DeadlineOptions,
-}
-
-impl TryFrom<DeadlineOptions> for DeadlineConfig {
-    type Error = InvalidConfig;
-
-    fn try_from(options: DeadlineOptions) -> Result<Self, InvalidConfig> {
-        let DeadlineOptions { max, min_useful, skew: _, max_refused, mode: _ } = options;
-        let mut faults = Faults::default();
-        let text = duration::format;
-        let span = Duration::from_millis(1)..=Duration::from_secs(86_400);
-        faults.unless_value(span.contains(&max), "max", "1ms to 1d", text(max));
-        let range = format!("at most max ({})", text(max));
-        faults.unless_value(min_useful <= max, "min-useful", &range, text(min_useful));
-        let share = (0.0..=1.0).contains(&max_refused);
-        faults.unless_value(share, "max-refused", "in [0, 1]", max_refused);
-        faults.into_result(Self { options })
-    }
-}
+use super::{
+    DeadlineBody, DeadlineConfig, DeadlineOptions, Timer,
+    body::Limit,
+    core::{Refusals, Span},
+    watch::Watch,
+    wire::is_grpc,
+};
+use crate::retry::{ATTEMPT, IDEMPOTENCY_KEY};
 
 /// Keeps the deadlines that callers send: it puts a [`Context`] in scope for the handler, and ends
 /// handler and body when time is over.
@@ -95,28 +42,49 @@ impl TryFrom<DeadlineOptions> for DeadlineConfig {
 /// client hangs up the server drops the call, and with it everything that the handler awaits; work
 /// that must go on belongs in a task with a [`Context::detach`]ed context.
 ///
+/// An answer that is a stream ([`Streaming`], or `text/event-stream`) has no deadline of its own from
+/// its head on: it may go on while something comes, for its lifetime at most, and no longer than its
+/// caller said.
+///
+/// By default it only counts what it would do: see [`DeadlineOptions::mode`].
+///
 /// A layer value is one server: its services share the timer and the count of refusals.
 ///
 /// ```
-/// # use carrick_call::deadline::{DeadlineConfig, ServerDeadlineLayer};
-/// # use tower_layer::Layer;
-/// # let handler = ();
-/// let service = ServerDeadlineLayer::new(DeadlineConfig::default()).layer(handler);
+/// # use bytes::Bytes;
+/// # use carrick_call::{Mode, deadline::{DeadlineConfig, DeadlineOptions, ServerDeadlineLayer}};
+/// # use http::{Request, Response};
+/// # use http_body_util::Empty;
+/// # use tower::{ServiceBuilder, ServiceExt, service_fn};
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() {
+/// let options = DeadlineOptions { mode: Mode::Enforce, ..DeadlineOptions::default() };
+/// let service = ServiceBuilder::new()
+///     .layer(ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap()))
+///     .service(service_fn(|_: Request<()>| {
+///         std::future::pending::<Result<Response<Empty<Bytes>>, ()>>()
+///     }));
+/// let request = Request::builder().header("x-request-timeout-ms", "100").body(()).unwrap();
+/// assert_eq!(service.oneshot(request).await.unwrap().status(), 504);
+/// # }
 /// ```
 #[derive(Clone, Debug)]
 pub struct ServerDeadlineLayer(Arc<Server>);
 
-#[derive(Debug)]
+/// Marks an answer, in its extensions, as a stream: one that may go on while something comes.
+///
+/// ```
+/// # use carrick_call::deadline::Streaming;
+/// let mut answer = http::Response::new("a long download");
+/// answer.extensions_mut().insert(Streaming);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Streaming;
+
 struct Server {
-    limits: Limits,
-    max_refused: f64,
-    mode: Mode,
+    options: DeadlineOptions,
     timer: Timer,
     refusals: Mutex<Refusals>,
-    metrics: Metrics,
-}
-
-struct Metrics {
     late: Counter,
     spared: Counter,
     expired: Counter,
@@ -124,54 +92,30 @@ struct Metrics {
     skewed: Counter,
 }
 
-impl fmt::Debug for Metrics {
+impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Metrics").finish_non_exhaustive()
-    }
-}
-
-/// Requests and refusals of the present stretch of time.
-#[derive(Debug, Default)]
-struct Refusals {
-    since: Option<Instant>,
-    requests: u32,
-    refused: u32,
-}
-
-impl Refusals {
-    fn count(&mut self, now: Instant) {
-        if self.since.is_none_or(|since| now.saturating_duration_since(since) >= WINDOW) {
-            *self = Self { since: Some(now), requests: 0, refused: 0 };
-        }
-        self.requests += 1;
-    }
-
-    /// Whether one more may be refused.
-    fn refuse(&mut self, max: f64) -> bool {
-        let may = f64::from(self.refused + 1) <= max * f64::from(self.requests);
-        self.refused += u32::from(may);
-        may
+        f.debug_struct("Server").field("options", &self.options).finish_non_exhaustive()
     }
 }
 
 impl ServerDeadlineLayer {
     /// A layer for one server.
     pub fn new(config: DeadlineConfig) -> Self {
-        let DeadlineOptions { max, min_useful, skew, max_refused, mode } = config.options;
         Self(Arc::new(Server {
-            limits: Limits { max, min_useful, skew },
-            max_refused,
-            mode,
+            options: config.options,
             timer: Timer::new(),
             refusals: Mutex::default(),
-            metrics: Metrics {
-                late: counter!("carrick_deadline_late_total"),
-                spared: counter!("carrick_deadline_spared_total"),
-                expired: counter!("carrick_deadline_server_expired_total"),
-                junk: counter!("carrick_deadline_junk_total"),
-                skewed: counter!("carrick_deadline_skewed_total"),
-            },
+            late: counter!("carrick_deadline_late_total"),
+            spared: counter!("carrick_deadline_spared_total"),
+            expired: counter!("carrick_deadline_server_expired_total"),
+            junk: counter!("carrick_deadline_junk_total"),
+            skewed: counter!("carrick_deadline_skewed_total"),
         }))
+    }
+
+    /// Deadlines that are armed: those of requests that wait.
+    pub fn armed(&self) -> usize {
+        self.0.timer.armed()
     }
 }
 
@@ -190,55 +134,106 @@ pub struct ServerDeadline<S> {
     server: Arc<Server>,
 }
 
+/// Until when a request may go on.
+#[derive(Clone, Copy, Debug)]
+struct Ends {
+    /// Its answer, unless that is a stream.
+    whole: Instant,
+    /// Its answer if it is one.
+    stream: Instant,
+}
+
 impl Server {
-    /// The context of a request; `None` if it is refused.
-    fn context(&self, headers: &HeaderMap, now: Instant) -> Option<Context> {
-        let inbound = Deadline::from_headers(headers, now, SystemClock.wall(), &self.limits);
+    /// Reads the deadlines of a request; `None` if it is refused.
+    fn admit(&self, headers: &HeaderMap, now: Instant) -> Option<Ends> {
+        let DeadlineOptions { max, min_useful, skew, max_refused, stream_lifetime, mode, .. } =
+            self.options;
+        let limits = Limits { max, min_useful, skew };
+        let inbound = Deadline::from_headers(headers, now, SystemClock.wall(), &limits);
         match inbound.said {
-            Said::Junk => self.metrics.junk.increment(1),
-            Said::Skewed => self.metrics.skewed.increment(1),
+            Said::Junk => self.junk.increment(1),
+            Said::Skewed => self.skewed.increment(1),
             Said::Nothing | Said::Deadline => {}
         }
+        let is_late = !inbound.deadline.is_useful(now, &limits);
         let mut refusals = self.refusals.lock();
         refusals.count(now);
-        if !inbound.deadline.is_useful(now, &self.limits) {
-            self.metrics.late.increment(1);
-            if self.mode.enforces() && refusals.refuse(self.max_refused) {
+        let is_refused = is_late && mode.enforces() && refusals.refuse(max_refused);
+        drop(refusals);
+        if is_late {
+            self.late.increment(1);
+            if is_refused {
                 return None;
             }
-            self.metrics.spared.increment(1);
+            self.spared.increment(1);
         }
-        drop(refusals);
-        let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-        let trace = text("traceparent").and_then(|text| text.parse::<TraceContext>().ok());
-        let trace = match trace {
-            Some(trace) => match text("tracestate") {
-                Some(state) => trace.with_state(state).child(),
-                None => trace.child(),
-            },
-            None => TraceContext::new(),
+        let whole = inbound.deadline.instant();
+        let stream = match inbound.said {
+            Said::Deadline if whole < now + max => whole,
+            // It was cut to the maximum of answers that are no streams.
+            Said::Deadline => {
+                let limits = Limits { max: stream_lifetime, ..limits };
+                let wall = SystemClock.wall();
+                Deadline::from_headers(headers, now, wall, &limits).deadline.instant()
+            }
+            _ => now + stream_lifetime,
         };
-        let mut context = Context::new(inbound.deadline, trace);
-        let key = headers.get(&IDEMPOTENCY_KEY).and_then(|key| key.to_str().ok());
-        if let Some(key) = key.filter(|key| !key.is_empty()) {
-            context = context.with_idempotency_key(key);
-        }
-        if let Some(Ok(attempt)) = text("x-carrick-attempt").map(str::parse) {
-            context = context.with_attempt(attempt);
-        }
-        Some(context)
+        Some(Ends { whole, stream: stream.min(now + stream_lifetime) })
     }
+
+    /// What the body of an answer is held to.
+    fn limit<R>(&self, answer: &Response<R>, ends: Ends, is_grpc: bool, counts: bool) -> Limit {
+        let DeadlineOptions { stream_first_byte, stream_idle, mode, .. } = self.options;
+        let span = if is_stream(answer) {
+            Span::stream(Instant::now(), stream_first_byte, stream_idle, ends.stream)
+        } else {
+            Span::Whole(ends.whole)
+        };
+        Limit {
+            span,
+            watch: Watch::new(self.timer.clone(), ends.whole),
+            expired: if counts { self.expired.clone() } else { Counter::noop() },
+            enforces: mode.enforces(),
+            in_trailers: is_grpc,
+        }
+    }
+}
+
+/// The context of a request.
+fn context(headers: &HeaderMap, deadline: Deadline) -> Context {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let trace = text("traceparent").and_then(|text| text.parse::<TraceContext>().ok());
+    let trace = match (trace, text("tracestate")) {
+        (Some(trace), Some(state)) => trace.with_state(state).child(),
+        (Some(trace), None) => trace.child(),
+        (None, _) => TraceContext::new(),
+    };
+    let mut context = Context::new(deadline, trace);
+    if let Some(key) = text(IDEMPOTENCY_KEY.as_str()).filter(|key| !key.is_empty()) {
+        context = context.with_idempotency_key(key);
+    }
+    if let Some(attempt) = text(ATTEMPT.as_str()).and_then(|text| text.parse::<u32>().ok()) {
+        context = context.with_attempt(attempt.max(1));
+    }
+    context
+}
+
+fn is_stream<R>(answer: &Response<R>) -> bool {
+    let by_content = || {
+        let content = answer.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+        content.is_some_and(|content| content.starts_with(b"text/event-stream"))
+    };
+    answer.extensions().get::<Streaming>().is_some() || by_content()
 }
 
 impl<S, B, R> Service<Request<B>> for ServerDeadline<S>
 where
-    S: Service<Request<B>, Response = Response<R>>,
-    S::Future: Send + 'static,
+    S: Service<Request<B>, Response = Response<R>> + Clone,
     R: Body<Data = Bytes>,
 {
     type Response = Response<DeadlineBody<R>>;
     type Error = S::Error;
-    type Future = ServerDeadlineFuture<Response<R>, S::Error>;
+    type Future = ServerDeadlineFuture<S, Request<B>>;
 
     fn poll_ready(&mut self, cx: &mut TaskContext<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -247,311 +242,127 @@ where
     fn call(&mut self, request: Request<B>) -> Self::Future {
         let now = Instant::now();
         let is_grpc = is_grpc(request.headers());
-        let server = Arc::clone(&self.server);
-        match server.context(request.headers(), now) {
-            None => {
-                ServerDeadlineFuture { handler: None, deadline: now, armed: None, server, is_grpc }
-            }
-            Some(context) => {
-                let deadline = context.deadline().instant();
-                let handler = self.inner.call(request);
-                let handler = Box::pin(context.scope(handler));
-                ServerDeadlineFuture {
-                    handler: Some(handler),
-                    deadline,
-                    armed: None,
-                    server,
-                    is_grpc,
-                }
-            }
-        }
-    }
-}
-
-/// A request under its caller's deadline.
-#[must_use = "a handler runs when it is polled"]
-pub struct ServerDeadlineFuture<T, E> {
-    handler: Option<BoxFuture<'static, Result<T, E>>>,
-    deadline: Instant,
-    armed: Option<Armed>,
-    server: Arc<Server>,
-    is_grpc: bool,
-}
-
-impl<R, E> Future for ServerDeadlineFuture<Response<R>, E> {
-    type Output = Result<Response<DeadlineBody<R>>, E>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<Self::Output> {
-        let this = self.get_mut();
-        let Some(handler) = &mut this.handler else {
-            return Poll::Ready(Ok(refused(this.is_grpc, "too little time is left to begin")));
+        let Some(ends) = self.server.admit(request.headers(), now) else {
+            return ServerDeadlineFuture { state: State::Refused { is_grpc } };
         };
-        if let Poll::Ready(result) = handler.as_mut().poll(cx) {
-            this.armed = None;
-            let (deadline, timer) = (this.deadline, this.server.timer.clone());
-            return Poll::Ready(result.map(|answer| {
-                answer.map(|body| DeadlineBody {
-                    kind: Kind::Inner { body },
-                    deadline: Some((deadline, timer)),
-                    armed: None,
-                    expired: this.server.metrics.expired.clone(),
-                    is_grpc: this.is_grpc,
-                })
-            }));
-        }
-        ready!(this.server.timer.poll_at(this.deadline, &mut this.armed, cx.waker()));
-        // The handler ends here, before anybody is answered.
-        (this.handler, this.armed) = (None, None);
-        this.server.metrics.expired.increment(1);
-        Poll::Ready(Ok(refused(this.is_grpc, "the deadline passed")))
+        let context = context(request.headers(), Deadline::at(ends.whole));
+        // It is called within the scope, and not here: what it does at once belongs to the request too.
+        let next = self.inner.clone();
+        let ready = std::mem::replace(&mut self.inner, next);
+        let handler = context.scope(Handler::Ready { service: ready, request: Some(request) });
+        let server = Arc::clone(&self.server);
+        let watch = Some(Watch::new(server.timer.clone(), ends.whole));
+        ServerDeadlineFuture { state: State::Runs { handler, ends, watch, server, is_grpc } }
     }
-}
-
-impl<T, E> fmt::Debug for ServerDeadlineFuture<T, E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServerDeadlineFuture")
-            .field("deadline", &self.deadline)
-            .finish_non_exhaustive()
-    }
-}
-
-/// The answer of a request whose time is over.
-fn refused<R>(is_grpc: bool, why: &str) -> Response<DeadlineBody<R>> {
-    let (content, body) = if is_grpc {
-        ("application/grpc", Bytes::new())
-    } else {
-        let problem = Problem::new(StatusCode::GATEWAY_TIMEOUT, why);
-        (PROBLEM, serde_json::to_vec(&problem).unwrap_or_default().into())
-    };
-    let body = DeadlineBody {
-        kind: Kind::Whole { bytes: Some(body).filter(|body| !body.is_empty()) },
-        deadline: None,
-        armed: None,
-        expired: Counter::noop(),
-        is_grpc,
-    };
-    let mut answer = Response::new(body);
-    if is_grpc {
-        answer.headers_mut().insert("grpc-status", HeaderValue::from_static("4"));
-    } else {
-        *answer.status_mut() = StatusCode::GATEWAY_TIMEOUT;
-    }
-    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content));
-    answer
 }
 
 pin_project! {
-    /// A body that ends with its deadline: with gRPC's trailers for it, or broken off.
-    #[derive(Debug)]
-    pub struct DeadlineBody<R> {
+    /// A handler, and the request for it until it is called.
+    #[project = Handled]
+    enum Handler<S, R, F> {
+        Ready { service: S, request: Option<R> },
+        Runs { #[pin] future: F },
+    }
+}
+
+impl<S: Service<R>, R> Future for Handler<S, R, S::Future> {
+    type Output = Result<S::Response, S::Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        if let Handled::Ready { service, request } = self.as_mut().project() {
+            let future = service.call(request.take().expect("there until it is called"));
+            self.set(Self::Runs { future });
+        }
+        match self.project() {
+            Handled::Runs { future } => future.poll(cx),
+            Handled::Ready { .. } => unreachable!("it has been called"),
+        }
+    }
+}
+
+pin_project! {
+    /// A request under its caller's deadline. Dropping it, as the server does when the client hangs up,
+    /// ends the handler.
+    #[must_use = "a handler runs when it is polled"]
+    pub struct ServerDeadlineFuture<S: Service<R>, R> {
         #[pin]
-        kind: Kind<R>,
-        deadline: Option<(Instant, Timer)>,
-        armed: Option<Armed>,
-        expired: Counter,
-        is_grpc: bool,
+        state: State<S, R, S::Future>,
     }
 }
 
 pin_project! {
     #[project = Projected]
-    #[derive(Debug)]
-    enum Kind<R> {
-        Inner { #[pin] body: R },
-        Whole { bytes: Option<Bytes> },
+    enum State<S, R, F> {
+        Runs {
+            #[pin]
+            handler: Scoped<Handler<S, R, F>>,
+            ends: Ends,
+            // None: it has expired, and that is only counted.
+            watch: Option<Watch>,
+            server: Arc<Server>,
+            is_grpc: bool,
+        },
+        Refused { is_grpc: bool },
         Over,
     }
 }
 
-/// Why a body broke off.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeadlineBodyError<E> {
-    /// The deadline passed while it was sent.
-    #[error("the deadline passed before the end of the body")]
-    Expired,
-    /// The body itself failed.
-    #[error("the body failed")]
-    Inner(#[source] E),
-}
+impl<S, B, R> Future for ServerDeadlineFuture<S, Request<B>>
+where
+    S: Service<Request<B>, Response = Response<R>>,
+{
+    type Output = Result<Response<DeadlineBody<R>>, S::Error>;
 
-impl<R: Body<Data = Bytes>> Body for DeadlineBody<R> {
-    type Data = Bytes;
-    type Error = DeadlineBodyError<R::Error>;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut TaskContext<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let mut this = self.project();
-        match this.kind.as_mut().project() {
-            Projected::Whole { bytes } => Poll::Ready(bytes.take().map(|one| Ok(Frame::data(one)))),
-            Projected::Over => Poll::Ready(None),
-            Projected::Inner { body } => {
-                if let Poll::Ready(frame) = body.poll_frame(cx) {
-                    let frame = frame.map(|frame| frame.map_err(DeadlineBodyError::Inner));
-                    return Poll::Ready(frame);
+    fn poll(self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<Self::Output> {
+        let mut state = self.project().state;
+        let result = match state.as_mut().project() {
+            Projected::Over => panic!("polled after it was over"),
+            Projected::Refused { is_grpc } => {
+                Ok(expired(*is_grpc, "too little time is left to begin"))
+            }
+            Projected::Runs { handler, ends, watch, server, is_grpc } => match handler.poll(cx) {
+                Poll::Ready(result) => result.map(|answer| {
+                    let limit = server.limit(&answer, *ends, *is_grpc, watch.is_some());
+                    answer.map(|body| DeadlineBody::new(body, limit))
+                }),
+                Poll::Pending => {
+                    let Some(waits) = watch else { return Poll::Pending };
+                    ready!(waits.poll(ends.whole, cx));
+                    server.expired.increment(1);
+                    if !server.options.mode.enforces() {
+                        *watch = None;
+                        return Poll::Pending;
+                    }
+                    Ok(expired(*is_grpc, "the deadline passed"))
                 }
-                let Some((deadline, timer)) = this.deadline else { return Poll::Pending };
-                ready!(timer.poll_at(*deadline, this.armed, cx.waker()));
-                this.kind.set(Kind::Over);
-                *this.armed = None;
-                this.expired.increment(1);
-                if !*this.is_grpc {
-                    return Poll::Ready(Some(Err(DeadlineBodyError::Expired)));
-                }
-                let mut trailers = HeaderMap::new();
-                trailers.insert("grpc-status", HeaderValue::from_static("4"));
-                Poll::Ready(Some(Ok(Frame::trailers(trailers))))
-            }
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match &self.kind {
-            Kind::Inner { body } => body.is_end_stream(),
-            Kind::Whole { bytes } => bytes.is_none(),
-            Kind::Over => true,
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match &self.kind {
-            Kind::Inner { body } => body.size_hint(),
-            Kind::Whole { bytes } => {
-                SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64)
-            }
-            Kind::Over => SizeHint::with_exact(0),
-        }
-    }
-}
-
-#[cfg(all(test, not(carrick_loom)))]
-mod tests {
-    use http_body_util::{BodyExt, Full, StreamBody};
-    use tower::{ServiceExt, service_fn};
-
-    use super::*;
-
-    const MS: Duration = Duration::from_millis(1);
-
-    fn enforced() -> ServerDeadlineLayer {
-        let options = DeadlineOptions { mode: Mode::Enforce, ..DeadlineOptions::default() };
-        ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap())
-    }
-
-    fn request(header: &str, value: &str) -> Request<()> {
-        Request::builder().header(header, value).body(()).unwrap()
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_handler_has_its_callers_context_in_scope() {
-        let service = enforced().layer(service_fn(|_: Request<()>| async {
-            let context = Context::current().expect("in scope");
-            let left = context.deadline().remaining(Instant::now());
-            let key = context.idempotency_key().unwrap_or_default().to_owned();
-            let text = format!("{} {key} {}", left.as_millis(), context.trace().trace_id());
-            Ok::<_, ()>(Response::new(Full::<Bytes>::from(text)))
-        }));
-        let trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
-        let request = Request::builder()
-            .header("x-request-timeout-ms", "700")
-            .header("idempotency-key", "k")
-            .header("traceparent", trace)
-            .body(())
-            .unwrap();
-        let answer = service.oneshot(request).await.unwrap();
-        let text = answer.into_body().collect().await.unwrap().to_bytes();
-        assert_eq!(text, "700 k 0af7651916cd43dd8448eb211c80319c");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_handler_that_takes_too_long_is_ended_and_the_answer_is_504() {
-        let service = enforced().layer(service_fn(|_: Request<()>| async {
-            tokio::time::sleep(Duration::from_secs(3600)).await;
-            Ok::<_, ()>(Response::new(Full::<Bytes>::default()))
-        }));
-        let start = Instant::now();
-        let answer = service.clone().oneshot(request("x-request-timeout-ms", "300")).await.unwrap();
-        assert!(start.elapsed() >= 300 * MS && start.elapsed() < 310 * MS);
-        assert_eq!(answer.status(), 504);
-        assert_eq!(answer.headers()[CONTENT_TYPE], PROBLEM);
-        let grpc = Request::builder().header(CONTENT_TYPE, "application/grpc+proto");
-        let grpc = grpc.header("grpc-timeout", "100m").body(()).unwrap();
-        let answer = service.oneshot(grpc).await.unwrap();
-        assert_eq!(
-            (answer.status().as_u16(), &answer.headers()["grpc-status"]),
-            (200, &HeaderValue::from_static("4"))
-        );
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn with_too_little_left_it_is_not_started_but_for_a_share_of_requests_only() {
-        let service = enforced().layer(service_fn(|_: Request<()>| async {
-            Ok::<_, ()>(Response::new(Full::<Bytes>::default()))
-        }));
-        let (mut refused, mut served) = (0, 0);
-        for n in 0..200 {
-            // One caller of two sends no time at all.
-            let left = if n % 2 == 0 { "10" } else { "1000" };
-            let answer =
-                service.clone().oneshot(request("x-request-timeout-ms", left)).await.unwrap();
-            if answer.status() == 504 { refused += 1 } else { served += 1 }
-        }
-        assert!((39..=40).contains(&refused) && refused + served == 200, "a fifth: {refused}");
-        let observed = ServerDeadlineLayer::new(DeadlineConfig::default()).layer(service_fn(
-            |_: Request<()>| async { Ok::<_, ()>(Response::new(Full::<Bytes>::default())) },
-        ));
-        let answer = observed.oneshot(request("x-request-timeout-ms", "10")).await.unwrap();
-        assert_eq!(answer.status(), 200, "by default it is only counted");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_deadline_covers_the_body() {
-        let service = enforced().layer(service_fn(|_: Request<()>| async {
-            let never = futures_util::stream::pending::<Result<Frame<Bytes>, std::io::Error>>();
-            Ok::<_, ()>(Response::new(StreamBody::new(never)))
-        }));
-        let answer = service.clone().oneshot(request("x-request-timeout-ms", "100")).await.unwrap();
-        let error = answer.into_body().collect().await.unwrap_err();
-        assert!(matches!(error, DeadlineBodyError::Expired));
-        let grpc = Request::builder().header(CONTENT_TYPE, "application/grpc");
-        let answer = service.oneshot(grpc.body(()).unwrap()).await.unwrap();
-        let trailers = answer.into_body().collect().await.unwrap().trailers().cloned().unwrap();
-        assert_eq!(trailers["grpc-status"], "4");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn grpc_java_1205_11690_detached_work_outlives_its_caller() {
-        let (done, told) = tokio::sync::oneshot::channel();
-        let done = Arc::new(Mutex::new(Some(done)));
-        let service = enforced().layer(service_fn(move |_: Request<()>| {
-            let done = done.lock().take();
-            async move {
-                let context = Context::current().expect("in scope");
-                let detached = context.detach(Instant::now(), Duration::from_secs(60));
-                tokio::spawn(detached.scope(async move {
-                    tokio::time::sleep(Duration::from_secs(10)).await;
-                    let left =
-                        Context::current().expect("given").deadline().remaining(Instant::now());
-                    done.expect("once").send(left).ok();
-                }));
-                std::future::pending::<Result<Response<Full<Bytes>>, ()>>().await
-            }
-        }));
-        let answer = service.oneshot(request("x-request-timeout-ms", "100")).await.unwrap();
-        assert_eq!(answer.status(), 504);
-        assert_eq!(told.await.unwrap().as_secs(), 50);
-    }
-
-    #[test]
-    fn every_setting_is_checked_and_all_faults_are_told() {
-        let options = DeadlineOptions {
-            max: Duration::ZERO,
-            min_useful: Duration::from_secs(1),
-            max_refused: f64::NAN,
-            ..DeadlineOptions::default()
+            },
         };
-        assert_eq!(DeadlineConfig::try_from(options).unwrap_err().faults().len(), 3);
+        // The handler ends here, before anybody is answered.
+        state.set(State::Over);
+        Poll::Ready(result)
     }
+}
+
+impl<S: Service<R>, R> fmt::Debug for ServerDeadlineFuture<S, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let is_over = matches!(self.state, State::Over);
+        f.debug_struct("ServerDeadlineFuture").field("is_over", &is_over).finish_non_exhaustive()
+    }
+}
+
+/// The answer of a request whose time is over.
+fn expired<R>(is_grpc: bool, why: &str) -> Response<DeadlineBody<R>> {
+    if is_grpc {
+        let mut answer = Response::new(DeadlineBody::whole(Bytes::new()));
+        let headers = answer.headers_mut();
+        headers.insert("grpc-status", HeaderValue::from_static("4"));
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        return answer;
+    }
+    let problem = Problem::new(StatusCode::GATEWAY_TIMEOUT, why);
+    let body = serde_json::to_vec(&problem).unwrap_or_default();
+    let mut answer = Response::new(DeadlineBody::whole(body.into()));
+    *answer.status_mut() = StatusCode::GATEWAY_TIMEOUT;
+    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(PROBLEM));
+    answer
 }

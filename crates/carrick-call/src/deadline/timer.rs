@@ -4,7 +4,7 @@ use std::{
     fmt,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     task::Waker,
     time::Duration,
@@ -12,6 +12,8 @@ use std::{
 
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, time::Instant};
+
+use super::duty::Duty;
 
 /// How late a deadline may be noticed. Clients wait for milliseconds and not for less; ticking more
 /// often would cost more than it gives.
@@ -42,8 +44,7 @@ struct Wheel {
     start: Instant,
     /// The last tick whose slot was served.
     tick: AtomicU64,
-    armed: AtomicUsize,
-    is_ticking: AtomicBool,
+    duty: Duty,
     slots: Box<[Mutex<Slot>]>,
 }
 
@@ -68,8 +69,7 @@ impl Timer {
         Self(Arc::new(Wheel {
             start: Instant::now(),
             tick: AtomicU64::new(0),
-            armed: AtomicUsize::new(0),
-            is_ticking: AtomicBool::new(false),
+            duty: Duty::new(),
             slots: (0..SLOTS).map(|_| Mutex::default()).collect(),
         }))
     }
@@ -101,7 +101,7 @@ impl Timer {
 
     /// Deadlines that are armed.
     pub fn armed(&self) -> usize {
-        self.0.armed.load(Ordering::Relaxed)
+        self.0.duty.armed()
     }
 }
 
@@ -130,8 +130,7 @@ impl Wheel {
     }
 
     fn arm(wheel: &Arc<Self>, tick: u64, waker: &Waker) -> Armed {
-        wheel.armed.fetch_add(1, Ordering::SeqCst);
-        if !wheel.is_ticking.swap(true, Ordering::SeqCst) {
+        if wheel.duty.enter() {
             // Ticks while nobody was armed were not served.
             let now = wheel.tick_of(Instant::now()).saturating_sub(1);
             wheel.tick.fetch_max(now, Ordering::SeqCst);
@@ -201,14 +200,9 @@ impl Ticking {
             for tick in first..=now.max(next) {
                 wheel.serve(tick, &mut due);
             }
-            if wheel.armed.load(Ordering::SeqCst) == 0 {
-                // Whoever arms from here on either sees that nobody ticks, or is seen below.
-                wheel.is_ticking.store(false, Ordering::SeqCst);
-                let late = wheel.armed.load(Ordering::SeqCst) > 0;
-                if !late || wheel.is_ticking.swap(true, Ordering::SeqCst) {
-                    self.is_over = true; // another ticks already, or need not
-                    return;
-                }
+            if wheel.duty.rest() {
+                self.is_over = true;
+                return;
             }
         }
     }
@@ -218,7 +212,7 @@ impl Drop for Ticking {
     fn drop(&mut self) {
         // The runtime ended, or a waker panicked: the next who arms starts another.
         if !self.is_over {
-            self.wheel.is_ticking.store(false, Ordering::SeqCst);
+            self.wheel.duty.abandon();
         }
     }
 }
@@ -244,7 +238,7 @@ impl Drop for Armed {
         let gone = slot.places[self.place].take();
         slot.free.push(self.place);
         drop(slot);
-        self.wheel.armed.fetch_sub(1, Ordering::SeqCst);
+        self.wheel.duty.leave();
         drop(gone); // not under the lock
     }
 }
@@ -295,7 +289,7 @@ mod tests {
         for _ in 0..3 {
             sleep(&timer, Duration::from_millis(10)).await;
             tokio::time::sleep(3600 * Duration::from_secs(1)).await;
-            assert!(!timer.0.is_ticking.load(Ordering::SeqCst));
+            assert!(!timer.0.duty.is_ticking());
         }
     }
 

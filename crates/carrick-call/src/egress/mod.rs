@@ -10,12 +10,15 @@
 //! bad address among good ones refuses them all, for whoever mixes them means harm.
 
 mod core;
+#[cfg(all(test, not(carrick_loom)))]
+mod tests;
 
 use std::{
     fmt, io,
     net::{IpAddr, SocketAddr},
     str::FromStr,
     sync::Arc,
+    task::{Context, Poll},
 };
 
 use carrick_core::config::{Faults, InvalidConfig};
@@ -24,8 +27,14 @@ use http::{HeaderMap, Uri, header::LOCATION, uri::Scheme};
 use metrics::counter;
 use serde::Deserialize;
 use tokio::net::{TcpStream, lookup_host};
+use tower_service::Service;
 
 pub use self::core::{Class, Network, class};
+use crate::{Policy, Refusal};
+
+/// Addresses of one name that are tried. All are checked; a name with many dead ones would keep its
+/// caller for as long as it likes.
+const MAX_TRIED: usize = 8;
 
 /// Settings as an operator writes them; become an [`EgressConfig`].
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -106,6 +115,22 @@ pub enum EgressError {
     NoAddress(String),
 }
 
+impl From<EgressError> for Refusal {
+    fn from(error: EgressError) -> Self {
+        Self { policy: Policy::Egress, reason: error.to_string().into(), retry_after: None }
+    }
+}
+
+impl From<EgressError> for io::Error {
+    fn from(error: EgressError) -> Self {
+        let kind = match error {
+            EgressError::NoAddress(_) => io::ErrorKind::NotFound,
+            _ => io::ErrorKind::PermissionDenied,
+        };
+        Self::new(kind, error)
+    }
+}
+
 impl EgressConfig {
     /// Checks an address.
     ///
@@ -136,8 +161,7 @@ impl EgressConfig {
         if authority.as_str().contains('@') {
             return Err(EgressError::Url("without user and password"));
         }
-        let port = authority.port_u16().unwrap_or(if is_plain { 80 } else { 443 });
-        self.check_port(port)?;
+        self.check_port(port(uri)?)?;
         let host = bare(authority.host());
         if let Ok(address) = host.parse() {
             self.check_address(host, address)?;
@@ -155,6 +179,18 @@ impl EgressConfig {
             counter!("carrick_egress_refused_total").increment(1);
             EgressError::Forbidden { host: host.to_owned(), class }
         })
+    }
+}
+
+/// The port of a URL. One that is no port is not taken for none: others may read it otherwise.
+fn port(uri: &Uri) -> Result<u16, EgressError> {
+    let authority = uri.authority().ok_or(EgressError::Url("absolute"))?;
+    let by_scheme = if uri.scheme() == Some(&Scheme::HTTP) { 80 } else { 443 };
+    match authority.as_str().rsplit_once(':') {
+        Some((_, digits)) if !digits.ends_with(']') && !digits.is_empty() => {
+            authority.port_u16().ok_or(EgressError::Url("with a port that is one"))
+        }
+        _ => Ok(by_scheme),
     }
 }
 
@@ -182,6 +218,10 @@ impl Resolve for SystemResolver {
 }
 
 /// Connects to the Internet, and to nothing nearer. Clones share the resolver.
+///
+/// It is a service of URIs, too, as clients take one for their connections; for hyper-util's, map the
+/// answer with `TokioIo::new`. A proxy of the environment is not asked: it would resolve the name
+/// itself.
 ///
 /// ```
 /// # use carrick_call::egress::{EgressConfig, EgressError, Guarded};
@@ -214,7 +254,7 @@ impl Guarded {
         &self.config
     }
 
-    /// The addresses of a host, all of which may be reached.
+    /// The first addresses of a host, all of which may be reached; 8 at most.
     ///
     /// # Errors
     /// [`EgressError`], if a single one may not, and if the name leads nowhere.
@@ -237,7 +277,8 @@ impl Guarded {
         if found.is_empty() {
             return Err(EgressError::NoAddress(host.to_owned()));
         }
-        Ok(found.into_iter().map(|address| SocketAddr::new(address, port)).collect())
+        let tried = found.into_iter().take(MAX_TRIED);
+        Ok(tried.map(|address| SocketAddr::new(address, port)).collect())
     }
 
     /// Connects to a host, at one of the addresses that were checked.
@@ -248,13 +289,29 @@ impl Guarded {
     /// # Cancel safety
     /// Safe to drop.
     pub async fn connect(&self, host: &str, port: u16) -> io::Result<TcpStream> {
-        let addresses = self.addresses(host, port).await;
-        let addresses =
-            addresses.map_err(|error| io::Error::new(io::ErrorKind::PermissionDenied, error))?;
+        let addresses = self.addresses(host, port).await?;
         // To the addresses, and not to the name: it might resolve otherwise by now.
         let stream = TcpStream::connect(&addresses[..]).await?;
         stream.set_nodelay(true)?;
         Ok(stream)
+    }
+}
+
+impl Service<Uri> for Guarded {
+    type Response = TcpStream;
+    type Error = io::Error;
+    type Future = BoxFuture<'static, io::Result<TcpStream>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let guarded = self.clone();
+        Box::pin(async move {
+            guarded.config.check(&uri)?;
+            guarded.connect(uri.host().unwrap_or_default(), port(&uri)?).await
+        })
     }
 }
 
@@ -269,6 +326,9 @@ impl crate::client::Dial for Guarded {
 pub const MAX_REDIRECTS: usize = 3;
 
 /// Where a redirect leads, checked like the URL that led to it.
+///
+/// Follow none if nobody asked for it. What is meant for one origin, such as `Authorization` or a
+/// signature, must not be sent to the next.
 ///
 /// * `hops`: redirects that were followed before this one.
 ///
@@ -288,6 +348,11 @@ pub fn follow(
     let Some(Ok(target)) = headers.get(LOCATION).map(|target| target.to_str()) else {
         return Err(unreadable);
     };
+    // "The same scheme, another host": read as a path it would go to the wrong host.
+    let target = match (target.starts_with("//"), from.scheme_str()) {
+        (true, Some(scheme)) => format!("{scheme}:{target}"),
+        _ => target.to_owned(),
+    };
     let target: Uri = target.parse().map_err(|_| unreadable)?;
     let mut parts = target.into_parts();
     if parts.authority.is_none() {
@@ -302,125 +367,4 @@ pub fn follow(
     }
     config.check(&target)?;
     Ok(target)
-}
-
-#[cfg(all(test, not(carrick_loom)))]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use tokio::net::TcpListener;
-
-    use super::*;
-
-    /// Answers with these, one after the other.
-    #[derive(Debug)]
-    struct Script(Vec<Vec<&'static str>>, AtomicUsize);
-
-    impl Resolve for Script {
-        fn resolve<'a>(&'a self, _host: &'a str) -> BoxFuture<'a, io::Result<Vec<IpAddr>>> {
-            let answer = &self.0[self.1.fetch_add(1, Ordering::SeqCst).min(self.0.len() - 1)];
-            let found = answer.iter().map(|text| text.parse().unwrap()).collect();
-            Box::pin(async { Ok(found) })
-        }
-    }
-
-    fn guarded(options: EgressOptions, answers: &[&[&'static str]]) -> Guarded {
-        let script = Script(answers.iter().map(|one| one.to_vec()).collect(), AtomicUsize::new(0));
-        let config = EgressConfig::try_from(options).unwrap();
-        Guarded::with_resolver(config, Arc::new(script))
-    }
-
-    #[tokio::test]
-    async fn one_bad_address_among_good_ones_refuses_them_all() {
-        for bad in ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "::ffff:8.8.8.8", "fd00::1"]
-        {
-            let guarded = guarded(EgressOptions::default(), &[&["93.184.216.34", bad]]);
-            let error = guarded.addresses("evil.test", 443).await.unwrap_err();
-            assert!(matches!(error, EgressError::Forbidden { .. }), "{bad}: {error}");
-            assert!(!error.to_string().contains(bad), "what the resolver knows is not told");
-        }
-    }
-
-    #[tokio::test]
-    async fn a_name_that_changes_between_check_and_connection_is_checked_where_it_connects() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let options = EgressOptions { ports: vec![port], ..EgressOptions::default() };
-        let guarded = guarded(options, &[&["93.184.216.34"], &["127.0.0.1"]]);
-        assert!(guarded.addresses("rebinds.test", port).await.is_ok(), "what a check would see");
-        let error = guarded.connect("rebinds.test", port).await.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
-    }
-
-    #[tokio::test]
-    async fn an_exception_is_reached_and_only_that() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let options = EgressOptions {
-            ports: Vec::new(),
-            danger_allow: vec!["127.0.0.0/8".to_owned()],
-            ..EgressOptions::default()
-        };
-        let guarded = guarded(options, &[&["127.0.0.1"]]);
-        assert!(guarded.connect("here.test", port).await.is_ok());
-        assert!(guarded.connect("10.0.0.1", port).await.is_err());
-        assert!(guarded.connect("[::1]", port).await.is_err());
-    }
-
-    #[track_caller]
-    fn check(url: &str, fine: bool) {
-        let found = EgressConfig::default().check(&url.parse().unwrap());
-        assert_eq!(found.is_ok(), fine, "{url}: {found:?}");
-    }
-
-    #[test]
-    fn a_url_is_checked_for_what_shows() {
-        check("https://example.com/hook", true);
-        check("http://example.com", true);
-        check("https://example.com:8443/", false);
-        check("https://user:secret@example.com/", false);
-        check("ftp://example.com/", false);
-        check("/hook", false);
-        check("http://127.0.0.1/", false);
-        check("http://[::1]/", false);
-        check("http://[::ffff:127.0.0.1]/", false);
-        check("http://93.184.216.34/", true);
-        let strict = EgressOptions { plain: false, ..EgressOptions::default() };
-        let strict = EgressConfig::try_from(strict).unwrap();
-        assert!(strict.check(&"http://example.com/".parse().unwrap()).is_err());
-    }
-
-    #[track_caller]
-    fn redirects(from: &str, location: &str, hops: usize, expected: Option<&str>) {
-        let mut headers = HeaderMap::new();
-        headers.insert(LOCATION, location.parse().unwrap());
-        let config = EgressConfig::default();
-        let found = follow(&config, &from.parse().unwrap(), &headers, hops);
-        assert_eq!(found.as_ref().ok().map(ToString::to_string).as_deref(), expected, "{found:?}");
-    }
-
-    #[test]
-    fn a_redirect_is_checked_like_the_url_that_led_to_it() {
-        let from = "https://a.example/x?y";
-        redirects(from, "https://b.example/z", 0, Some("https://b.example/z"));
-        redirects(from, "/z", 2, Some("https://a.example/z"));
-        redirects(from, "/z", 3, None);
-        redirects(from, "http://b.example/z", 0, None);
-        redirects("http://a.example/", "http://b.example/z", 0, Some("http://b.example/z"));
-        redirects(from, "https://169.254.169.254/latest", 0, None);
-        redirects(from, "https://b.example:22/", 0, None);
-        redirects(from, "gopher://b.example/", 0, None);
-        let none = follow(&EgressConfig::default(), &from.parse().unwrap(), &HeaderMap::new(), 0);
-        assert!(none.is_err());
-    }
-
-    #[test]
-    fn every_setting_is_checked_and_all_faults_are_told() {
-        let options = EgressOptions {
-            ports: vec![0],
-            danger_allow: vec!["10.0.0.0/33".to_owned(), "x".to_owned()],
-            plain: true,
-        };
-        assert_eq!(EgressConfig::try_from(options).unwrap_err().faults().len(), 3);
-    }
 }

@@ -3,23 +3,17 @@
 use std::error::Error as StdError;
 
 use bytes::Bytes;
-use carrick_core::{
-    clock::{Clock, SystemClock},
-    context::Context,
-    deadline::{Deadline, GRPC},
-};
-use http::{HeaderName, HeaderValue, Request, header::CONTENT_TYPE};
+use carrick_core::{context::Context, deadline::Deadline};
+use http::{HeaderValue, Request};
 use http_body::Body;
 use tokio::time::Instant;
 
 use super::Call;
 use crate::{
+    deadline::wire::{has_trace, write_deadline, write_trace},
     explain::Explain,
     retry::{ATTEMPT, ReplayBody, is_idempotent_request},
 };
-
-const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
 /// A [`Deadline`] and an [`Explain`] in the extensions win over the context in scope.
 impl<B> Call for Request<ReplayBody<B>>
@@ -52,38 +46,20 @@ where
 
     fn prepare(&mut self, attempt: u32, deadline: Deadline, now: Instant) {
         let context = Context::current();
-        let is_grpc = is_grpc(self.headers());
         let headers = self.headers_mut();
-        if is_grpc {
-            if let Ok(value) = HeaderValue::try_from(deadline.to_grpc(now)) {
-                headers.insert(GRPC, value);
-            }
-        } else {
-            deadline.to_headers(headers, now, SystemClock.wall());
-        }
+        write_deadline(headers, deadline, now);
         headers.insert(ATTEMPT, HeaderValue::from(attempt));
-        let Some(context) = context else { return };
         // Each attempt is a span of its own, so that a trace shows which of them did what.
-        if !headers.contains_key(TRACEPARENT) || attempt > 1 {
-            let child = context.trace().child();
-            if let Ok(value) = HeaderValue::try_from(child.to_string()) {
-                headers.insert(TRACEPARENT, value);
-            }
-            if let Some(Ok(state)) = child.state().map(HeaderValue::from_str) {
-                headers.insert(TRACESTATE, state);
-            }
+        if let Some(context) = context
+            && (!has_trace(headers) || attempt > 1)
+        {
+            write_trace(headers, &context);
         }
     }
 
     fn explain(&self) -> Option<&Explain> {
         self.extensions().get()
     }
-}
-
-/// Whether a message is gRPC's.
-pub(crate) fn is_grpc(headers: &http::HeaderMap) -> bool {
-    let content = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-    content.is_some_and(|content| content.starts_with(b"application/grpc"))
 }
 
 #[cfg(feature = "client")]

@@ -31,7 +31,6 @@ use tower_service::Service;
 
 #[cfg(feature = "client")]
 pub(crate) use self::http::grpc_outcome;
-pub(crate) use self::http::is_grpc;
 pub use self::{
     call::{AtHead, Call, Finish, Held},
     future::StackFuture,

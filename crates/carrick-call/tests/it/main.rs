@@ -2,5 +2,7 @@
 
 mod balance;
 mod client;
+mod deadline;
+mod egress;
 mod server;
 mod stack;

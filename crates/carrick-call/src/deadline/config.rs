@@ -1,0 +1,190 @@
+//! Settings of both sides.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+use carrick_core::{
+    config::{Faults, InvalidConfig, duration},
+    deadline::Limits,
+};
+use serde::Deserialize;
+
+use crate::Mode;
+
+const SPAN: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_secs(86_400);
+
+/// Settings of a server as an operator writes them; become a [`DeadlineConfig`].
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct DeadlineOptions {
+    /// The longest that any request may take, 1 ms to 1 d. Default 2 s.
+    #[serde(with = "duration")]
+    pub max: Duration,
+    /// With less left, work is not started, at most `max`. Default 50 ms.
+    #[serde(with = "duration")]
+    pub min_useful: Duration,
+    /// An absolute deadline further in the past than this is a wrong clock. Default 5 s.
+    #[serde(with = "duration")]
+    pub skew: Duration,
+    /// Share of requests that may be refused in 10 s, in [0, 1], so that one caller with a wrong
+    /// setting cannot shut a service. Default 0.2.
+    pub max_refused: f64,
+    /// How long the first frame of a stream may take after its head, 1 ms to 1 d. Default 10 s.
+    #[serde(with = "duration")]
+    pub stream_first_byte: Duration,
+    /// How long a stream may be silent, 1 ms to 1 d. Default 1 min.
+    #[serde(with = "duration")]
+    pub stream_idle: Duration,
+    /// How long a stream may live, 1 ms to 1 d. Default 1 h.
+    #[serde(with = "duration")]
+    pub stream_lifetime: Duration,
+    /// Whether requests are refused and ended, or it is only counted which would be. Default `observe`:
+    /// look at the counters before you enforce it.
+    pub mode: Mode,
+}
+
+impl Default for DeadlineOptions {
+    fn default() -> Self {
+        let Limits { max, min_useful, skew } = Limits::default();
+        Self {
+            max,
+            min_useful,
+            skew,
+            max_refused: 0.2,
+            stream_first_byte: Duration::from_secs(10),
+            stream_idle: Duration::from_secs(60),
+            stream_lifetime: Duration::from_secs(3600),
+            mode: Mode::Observe,
+        }
+    }
+}
+
+/// Settings that a server can rely on.
+///
+/// ```
+/// # use carrick_call::deadline::{DeadlineConfig, DeadlineOptions};
+/// # use std::time::Duration;
+/// let long = DeadlineOptions { min_useful: Duration::from_secs(3), ..Default::default() };
+/// let wrong = DeadlineConfig::try_from(long).unwrap_err();
+/// assert_eq!(wrong.to_string(), "min-useful must be at most max (2s), not 3s");
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(try_from = "DeadlineOptions")]
+pub struct DeadlineConfig {
+    pub(super) options: DeadlineOptions,
+}
+
+impl TryFrom<DeadlineOptions> for DeadlineConfig {
+    type Error = InvalidConfig;
+
+    fn try_from(options: DeadlineOptions) -> Result<Self, InvalidConfig> {
+        let DeadlineOptions {
+            max,
+            min_useful,
+            skew: _,
+            max_refused,
+            stream_first_byte,
+            stream_idle,
+            stream_lifetime,
+            mode: _,
+        } = options;
+        let mut faults = Faults::default();
+        check_spans(&mut faults, "max", max, min_useful);
+        let share = (0.0..=1.0).contains(&max_refused);
+        faults.unless_value(share, "max-refused", "in [0, 1]", max_refused);
+        for (key, span) in [
+            ("stream-first-byte", stream_first_byte),
+            ("stream-idle", stream_idle),
+            ("stream-lifetime", stream_lifetime),
+        ] {
+            faults.unless_value(SPAN.contains(&span), key, "1ms to 1d", duration::format(span));
+        }
+        faults.into_result(Self { options })
+    }
+}
+
+/// Settings of a client as an operator writes them; become a [`ClientDeadlineConfig`].
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct ClientDeadlineOptions {
+    /// How long a call may take in all if its caller has no shorter deadline, 1 ms to 1 d. Default 2 s.
+    #[serde(with = "duration")]
+    pub timeout: Duration,
+    /// With less left, nothing is sent, at most `timeout`. Default 50 ms.
+    #[serde(with = "duration")]
+    pub min_useful: Duration,
+    /// Whether calls are refused and ended, or it is only counted which would be. What is sent of the
+    /// deadline is sent in both. Default `enforce`.
+    pub mode: Mode,
+}
+
+impl Default for ClientDeadlineOptions {
+    fn default() -> Self {
+        let Limits { max, min_useful, .. } = Limits::default();
+        Self { timeout: max, min_useful, mode: Mode::default() }
+    }
+}
+
+/// Settings that a client can rely on.
+///
+/// ```
+/// # use carrick_call::deadline::{ClientDeadlineConfig, ClientDeadlineOptions};
+/// # use std::time::Duration;
+/// let none = ClientDeadlineOptions { timeout: Duration::ZERO, ..Default::default() };
+/// let wrong = ClientDeadlineConfig::try_from(none).unwrap_err();
+/// assert_eq!(wrong.faults().len(), 2);
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "ClientDeadlineOptions")]
+pub struct ClientDeadlineConfig {
+    pub(super) options: ClientDeadlineOptions,
+}
+
+impl TryFrom<ClientDeadlineOptions> for ClientDeadlineConfig {
+    type Error = InvalidConfig;
+
+    fn try_from(options: ClientDeadlineOptions) -> Result<Self, InvalidConfig> {
+        let ClientDeadlineOptions { timeout, min_useful, mode: _ } = options;
+        let mut faults = Faults::default();
+        check_spans(&mut faults, "timeout", timeout, min_useful);
+        faults.into_result(Self { options })
+    }
+}
+
+fn check_spans(faults: &mut Faults, key: &str, max: Duration, min_useful: Duration) {
+    let text = duration::format;
+    faults.unless_value(SPAN.contains(&max), key, "1ms to 1d", text(max));
+    let range = format!("at most {key} ({})", text(max));
+    faults.unless_value(min_useful <= max, "min-useful", &range, text(min_useful));
+}
+
+#[cfg(all(test, not(carrick_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_is_checked_and_all_faults_are_told() {
+        let options = DeadlineOptions {
+            max: Duration::ZERO,
+            min_useful: Duration::from_secs(1),
+            max_refused: f64::NAN,
+            stream_first_byte: Duration::ZERO,
+            stream_idle: Duration::from_secs(86_401),
+            stream_lifetime: Duration::MAX,
+            ..DeadlineOptions::default()
+        };
+        assert_eq!(DeadlineConfig::try_from(options).unwrap_err().faults().len(), 6);
+        assert!(DeadlineConfig::try_from(DeadlineOptions::default()).is_ok());
+        assert!(ClientDeadlineConfig::try_from(ClientDeadlineOptions::default()).is_ok());
+    }
+
+    #[test]
+    fn both_are_read_from_toml_and_unknown_keys_are_errors() {
+        let text = "max = \"500ms\"\nstream-idle = \"5s\"\nmode = \"enforce\"";
+        let config: DeadlineConfig = toml::from_str(text).unwrap();
+        assert_eq!(config.options.max, Duration::from_millis(500));
+        assert_eq!(config.options.mode, Mode::Enforce);
+        let config: ClientDeadlineConfig = toml::from_str("timeout = \"500ms\"").unwrap();
+        assert_eq!(config.options.timeout, Duration::from_millis(500));
+        assert!(toml::from_str::<ClientDeadlineConfig>("max = \"500ms\"").is_err());
+    }
+}
