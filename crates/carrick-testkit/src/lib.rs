@@ -6,9 +6,11 @@
 //! * [`crash`]: runs a scenario again with a crash after each durable step.
 //! * [`fleet`]: hundreds of clients and servers in virtual time, from a seed.
 //! * [`servers`]: real servers and child processes.
+//! * [`toxic`]: a TCP proxy that delays, cuts and swallows.
 
 pub mod crash;
 pub mod flaky;
 pub mod fleet;
 pub mod history;
 pub mod servers;
+pub mod toxic;

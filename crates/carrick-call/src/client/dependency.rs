@@ -198,7 +198,7 @@ impl DependencyConfig {
         let bulkhead =
             BulkheadConfig::try_from(bulkhead).map_err(|fault| nest("bulkhead", fault)).ok();
         let pool = PoolConfig::try_from(pool).map_err(|fault| nest("pool", fault)).ok();
-        let hedge = hedge.map(|hedge| HedgeConfig::try_from(hedge));
+        let hedge = hedge.map(HedgeConfig::try_from);
         let hedge = hedge.transpose().map_err(|fault| nest("hedge", fault)).ok().flatten();
         faults.into_result(())?;
         let (is_tls, authority, port) = target.expect("checked");

@@ -157,7 +157,7 @@ fn check_spans(faults: &mut Faults, key: &str, max: Duration, min_useful: Durati
     faults.unless_value(min_useful <= max, "min-useful", &range, text(min_useful));
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

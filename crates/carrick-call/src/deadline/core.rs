@@ -88,7 +88,7 @@ impl Span {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use proptest::prelude::*;
 

@@ -1,8 +1,8 @@
 //! Who waits, and whether anybody ticks for them.
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 
 /// Deadlines that are armed, and the one ticker that there is while there are any.
@@ -58,7 +58,7 @@ impl Duty {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, carrick_loom))]
 mod loom_tests {
     use loom::{
         sync::{

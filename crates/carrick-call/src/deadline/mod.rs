@@ -21,7 +21,7 @@ mod config;
 mod core;
 mod duty;
 mod server;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 mod timer;
 mod watch;

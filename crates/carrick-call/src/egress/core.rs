@@ -1,6 +1,6 @@
 //! Which addresses are global, by the registries of special-purpose addresses.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use ::core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Why an address must not be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
@@ -153,7 +153,7 @@ fn class_v6(address: Ipv6Addr) -> Option<Class> {
     V6.iter().find(|(net, length, _)| starts(*net, *length)).map(|(_, _, class)| *class)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use proptest::prelude::*;
 

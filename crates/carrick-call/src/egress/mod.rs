@@ -10,7 +10,7 @@
 //! bad address among good ones refuses them all, for whoever mixes them means harm.
 
 mod core;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 
 use std::{

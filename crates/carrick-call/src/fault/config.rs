@@ -97,7 +97,7 @@ impl TryFrom<FaultOptions> for FaultConfig {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

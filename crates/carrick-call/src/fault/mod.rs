@@ -283,7 +283,7 @@ impl<S: Service<Request<B>>, B> fmt::Debug for FaultFuture<S, B> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use tokio::time::Instant;
     use tower::{ServiceExt, service_fn};
@@ -319,7 +319,7 @@ mod tests {
     #[test]
     fn a_header_asks_for_less_and_never_for_more_and_junk_for_nothing() {
         let fault = fault(FaultOptions { abort: abort(0.5), ..Default::default() });
-        let mut count = |asked: Option<&str>| {
+        let count = |asked: Option<&str>| {
             let mut headers = HeaderMap::new();
             if let Some(asked) = asked {
                 headers.insert(ABORT_SHARE, asked.parse().unwrap());

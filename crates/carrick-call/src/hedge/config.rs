@@ -51,7 +51,7 @@ impl TryFrom<HedgeOptions> for HedgeConfig {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

@@ -120,7 +120,7 @@ impl Latencies {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use proptest::prelude::*;
 

@@ -249,7 +249,7 @@ impl<S: Service<R>, R, C> fmt::Debug for HedgeFuture<S, R, C> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::{
         sync::{

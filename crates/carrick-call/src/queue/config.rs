@@ -62,7 +62,7 @@ impl TryFrom<QueueOptions> for QueueConfig {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

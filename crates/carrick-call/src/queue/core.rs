@@ -68,7 +68,6 @@ impl<T> Line<T> {
     }
 
     /// Joins the line; returns a number to leave by, and whom this pushed out.
-    #[expect(clippy::result_unit_err, reason = "there is one reason: it is full")]
     pub(super) fn join(
         &mut self,
         priority: Priority,
@@ -147,7 +146,7 @@ impl<T> Line<T> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use proptest::prelude::*;
 

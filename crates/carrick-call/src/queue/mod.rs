@@ -6,7 +6,7 @@
 //! done for it. And while the line does not get shorter, the newest goes first: the oldest are mostly
 //! gone already, and serving them in turn means serving nobody in time.
 //!
-//! [`Queue`] stands before a [`bulkhead`](crate::bulkhead), on the client's side or, as load shedding,
+//! [`Queue`] stands before a [`bulkhead`], on the client's side or, as load shedding,
 //! on the server's.
 //!
 //! Source: pattern document, bounded queues; CoDel for "too long"; Facebook's adaptive LIFO. Differs:
@@ -40,7 +40,7 @@ pub use self::{
     layer::{QueueFuture, QueueLayer, QueueService},
 };
 use crate::{
-    Mode, Policy, Refusal,
+    Policy, Refusal,
     bulkhead::{self, Bulkhead, Priority},
 };
 
@@ -286,13 +286,16 @@ impl fmt::Debug for Queue {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use futures_util::poll;
     use tokio::time::{advance, sleep};
 
     use super::*;
-    use crate::bulkhead::{BulkheadConfig, BulkheadOptions};
+    use crate::{
+        Mode,
+        bulkhead::{BulkheadConfig, BulkheadOptions},
+    };
 
     const MS: Duration = Duration::from_millis(1);
 

@@ -323,9 +323,9 @@ mod tests {
 
     type Frames = VecDeque<Frame<Bytes>>;
 
-    fn body(
-        frames: Frames,
-    ) -> StreamBody<stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, std::io::Error>>>> {
+    type Pieces = stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, std::io::Error>>>;
+
+    fn body(frames: Frames) -> StreamBody<Pieces> {
         let frames: Vec<_> = frames.into_iter().map(Ok).collect();
         StreamBody::new(stream::iter(frames))
     }
@@ -374,12 +374,12 @@ mod tests {
 
     #[test]
     fn a_body_beyond_the_cap_is_sent_once_and_not_again() {
-        let mut first = ReplayBody::new(body(data(&[b"12345", b"67890", b"x"])), 10);
+        let first = ReplayBody::new(body(data(&[b"12345", b"67890", b"x"])), 10);
         let again = first.repeat();
         assert_eq!(read(first).unwrap().0, "1234567890x");
         assert!(!again.is_replayable());
         assert!(read(again).is_err(), "never a shorter one");
-        let mut first = ReplayBody::new(body(data(&[b"12345", b"67890"])), 10);
+        let first = ReplayBody::new(body(data(&[b"12345", b"67890"])), 10);
         let again = first.repeat();
         read(first).unwrap();
         assert!(again.is_replayable(), "the cap itself fits");
@@ -398,7 +398,7 @@ mod tests {
 
     #[test]
     fn sizes_are_known_as_they_were() {
-        let mut first = ReplayBody::new(Full::from("12345"), 10);
+        let first = ReplayBody::new(Full::from("12345"), 10);
         let again = first.repeat();
         assert_eq!(first.size_hint().exact(), Some(5));
         read(first).unwrap();
@@ -413,7 +413,7 @@ mod tests {
             Ok(Frame::data(Bytes::from_static(b"a"))),
             Err(std::io::Error::other("gone")),
         ]));
-        let mut first = ReplayBody::new(broken, 10);
+        let first = ReplayBody::new(broken, 10);
         let again = first.repeat();
         assert!(matches!(read(first), Err(BodyError::Inner(_))));
         assert!(!again.is_replayable());

@@ -245,7 +245,7 @@ pub fn outcome<T>(partial: &Partial<T>) -> Outcome {
     if partial.answered() == partial.shards.len() { Outcome::Success } else { Outcome::Transient }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::sync::{
         Arc,

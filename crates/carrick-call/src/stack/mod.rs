@@ -14,7 +14,7 @@
 mod call;
 mod future;
 mod http;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 
 use std::{

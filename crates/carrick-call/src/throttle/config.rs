@@ -55,7 +55,7 @@ impl TryFrom<ThrottleOptions> for ThrottleConfig {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

@@ -85,7 +85,7 @@ impl Window {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use rand::{SeedableRng, rngs::SmallRng};
 

@@ -5,3 +5,4 @@ mod client;
 mod deadline;
 mod egress;
 mod server;
+mod stack;

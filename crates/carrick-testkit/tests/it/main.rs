@@ -5,3 +5,4 @@ mod flaky;
 mod fleet;
 mod history;
 mod servers;
+mod toxic;
