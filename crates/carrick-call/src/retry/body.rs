@@ -23,6 +23,9 @@ pub enum BodyError {
     /// A later attempt has taken the body over.
     #[error("another attempt sends the body now")]
     Superseded,
+    /// More came than is kept, and what this attempt would begin with is gone.
+    #[error("the body was too large to be kept")]
+    TooLarge,
 }
 
 /// A request's body, kept while it is sent so that it can be sent again: byte for byte, with its
@@ -48,12 +51,17 @@ pub struct ReplayBody<B>(Kind<B>);
 
 enum Kind<B> {
     /// Nothing, or one piece: a repeat is a clone.
-    Whole(Option<Bytes>),
+    Whole {
+        bytes: Bytes,
+        is_sent: bool,
+    },
     Stream(Copy<B>),
 }
 
 /// The number of a copy that nobody has read from.
 const NOT_YET: u64 = u64::MAX;
+
+type Polled = Poll<Option<Result<Frame<Bytes>, Box<dyn StdError + Send + Sync>>>>;
 
 struct Copy<B> {
     shared: Arc<Mutex<Shared<B>>>,
@@ -83,9 +91,10 @@ enum State {
     Reading,
     /// All is kept.
     Ended,
-    /// More came than is kept: it cannot be sent again.
-    TooLarge,
-    /// It failed, or was cut off while somebody polled it.
+    /// More came than is kept. Whoever was sent it all until then may have the rest, and nobody else:
+    /// a copy that went on from there would lack its beginning.
+    TooLarge { sent_by: u64 },
+    /// It failed.
     Failed,
 }
 
@@ -97,7 +106,7 @@ where
     /// Keeps at most `cap` bytes of a body.
     pub fn new(body: B, cap: usize) -> Self {
         if body.is_end_stream() {
-            return Self(Kind::Whole(None));
+            return Self::whole(Bytes::new());
         }
         let shared = Shared {
             rest: Some(body),
@@ -115,14 +124,14 @@ where
 
     /// A body in one piece.
     pub fn whole(bytes: Bytes) -> Self {
-        Self(Kind::Whole((!bytes.is_empty()).then_some(bytes)))
+        Self(Kind::Whole { is_sent: bytes.is_empty(), bytes })
     }
 
     /// The body once more, from its start. It takes over when it is first read.
     #[must_use]
     pub fn repeat(&self) -> Self {
         match &self.0 {
-            Kind::Whole(bytes) => Self(Kind::Whole(bytes.clone())),
+            Kind::Whole { bytes, .. } => Self::whole(bytes.clone()),
             Kind::Stream(copy) => {
                 let copy = Copy {
                     shared: Arc::clone(&copy.shared),
@@ -138,7 +147,7 @@ where
     /// Whether the whole body can still be sent from its start.
     pub fn is_replayable(&self) -> bool {
         match &self.0 {
-            Kind::Whole(_) => true,
+            Kind::Whole { .. } => true,
             Kind::Stream(copy) => {
                 matches!(copy.shared.lock().state, State::Reading | State::Ended)
             }
@@ -153,6 +162,12 @@ where
 {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let mut shared = self.shared.lock();
+        if let State::TooLarge { sent_by } = shared.state
+            && sent_by != self.number
+        {
+            // Before it takes over, so that the attempt that is under way goes on.
+            return Poll::Ready(Some(Err(BodyError::TooLarge)));
+        }
         if self.number == NOT_YET {
             shared.newest += 1;
             self.number = shared.newest;
@@ -165,7 +180,7 @@ where
             return Poll::Ready(Some(Ok(Frame::data(frame.clone()))));
         }
         match shared.state {
-            State::Reading | State::TooLarge => {}
+            State::Reading | State::TooLarge { .. } => {}
             State::Failed => return Poll::Ready(Some(Err(BodyError::Superseded))),
             State::Ended => {
                 let trailers = shared.trailers.clone().filter(|_| !self.trailers_sent);
@@ -174,82 +189,78 @@ where
             }
         }
         let Some(mut rest) = shared.rest.take() else {
+            if shared.state != State::Reading {
+                return Poll::Ready(None); // it was too large, and was sent to its end
+            }
             // An older copy is just polling it; it will see that it is not the newest.
             shared.waits = Some(cx.waker().clone());
             return Poll::Pending;
         };
         drop(shared);
-        let polled = Pin::new(&mut rest).poll_frame(cx);
-        let mut shared = self.shared.lock();
-        let is_newest = self.number == shared.newest;
-        let ends = rest.is_end_stream();
-        shared.rest = Some(rest);
-        if let Some(waiter) = shared.waits.take() {
+        let polled = Pin::new(&mut rest).poll_frame(cx).map_err(|error| error.into());
+        let is_over = match &polled {
+            Poll::Pending => false,
+            Poll::Ready(None | Some(Err(_))) => true,
+            Poll::Ready(Some(Ok(frame))) => frame.is_trailers() || rest.is_end_stream(),
+        };
+        let (polled, waiter) = self.keep(polled, (!is_over).then(|| rest));
+        if let Some(waiter) = waiter {
             waiter.wake();
         }
+        polled
+    }
+
+    /// Takes note of what came and puts back what is left.
+    fn keep(
+        &mut self,
+        polled: Polled,
+        rest: Option<B>,
+    ) -> (Poll<Option<Result<Frame<Bytes>, BodyError>>>, Option<Waker>) {
+        let mut shared = self.shared.lock();
+        let waiter = shared.waits.take();
+        let is_over = rest.is_none();
+        shared.rest = rest;
         let frame = match polled {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(frame) => frame,
+            Poll::Pending => return (Poll::Pending, waiter),
+            Poll::Ready(None) => Ok(None),
+            Poll::Ready(Some(Err(error))) => Err(BodyError::Inner(error)),
+            Poll::Ready(Some(Ok(frame))) => Ok(Some(frame)),
         };
-        match frame {
-            None => {
-                shared.end(State::Ended);
-                Poll::Ready(None)
-            }
-            Some(Err(error)) => {
-                shared.end(State::Failed);
-                Poll::Ready(Some(Err(BodyError::Inner(error.into()))))
-            }
-            Some(Ok(frame)) => {
-                let frame = match frame.into_data() {
-                    Ok(data) => {
-                        shared.keep(&data);
-                        self.sent = shared.kept.len();
-                        Frame::data(data)
-                    }
-                    Err(frame) => {
-                        if let Some(trailers) = frame.trailers_ref() {
-                            shared.trailers = Some(trailers.clone());
-                            self.trailers_sent = true;
-                            shared.end(State::Ended); // nothing follows them
-                        }
-                        frame
-                    }
-                };
-                if ends {
-                    shared.end(State::Ended);
+        match &frame {
+            Ok(Some(frame)) => {
+                if let Some(data) = frame.data_ref() {
+                    shared.keep(data, self.number);
+                    self.sent = shared.kept.len();
                 }
-                // What an older copy read is kept for the newest, and of no use to itself.
-                if is_newest {
-                    Poll::Ready(Some(Ok(frame)))
-                } else {
-                    Poll::Ready(Some(Err(BodyError::Superseded)))
+                if let Some(trailers) = frame.trailers_ref() {
+                    shared.trailers = Some(trailers.clone());
+                    self.trailers_sent = true;
                 }
             }
+            Ok(None) | Err(_) => {}
         }
+        if is_over && shared.state == State::Reading {
+            shared.state = if frame.is_ok() { State::Ended } else { State::Failed };
+        }
+        // What an older copy read is kept for the newest, and of no use to itself.
+        let is_of_use = frame.is_err() || self.number == shared.newest;
+        let frame = if is_of_use { frame.transpose() } else { Some(Err(BodyError::Superseded)) };
+        (Poll::Ready(frame), waiter)
     }
 }
 
 impl<B> Shared<B> {
-    fn keep(&mut self, data: &Bytes) {
+    fn keep(&mut self, data: &Bytes, number: u64) {
         if self.state != State::Reading {
             return;
         }
         self.bytes = self.bytes.saturating_add(data.len());
         if self.bytes > self.cap {
-            self.state = State::TooLarge;
+            self.state = State::TooLarge { sent_by: number };
             self.kept = Vec::new();
         } else if !data.is_empty() {
             self.kept.push(data.clone());
         }
-    }
-
-    fn end(&mut self, state: State) {
-        self.rest = None;
-        self.state = match self.state {
-            State::TooLarge => State::Failed, // there is no more, and what there was is gone
-            _ => state,
-        };
     }
 }
 
@@ -266,28 +277,38 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match &mut self.get_mut().0 {
-            Kind::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Kind::Whole { bytes, is_sent } => {
+                let is_left = !std::mem::replace(is_sent, true);
+                Poll::Ready(is_left.then(|| Ok(Frame::data(bytes.clone()))))
+            }
             Kind::Stream(copy) => copy.poll(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            Kind::Whole(bytes) => bytes.is_none(),
+            Kind::Whole { is_sent, .. } => *is_sent,
             Kind::Stream(copy) => {
                 let shared = copy.shared.lock();
-                let trailers_left = shared.trailers.is_some() && !copy.trailers_sent;
-                shared.rest.is_none()
-                    && matches!(shared.state, State::Ended | State::Failed)
-                    && copy.sent >= shared.kept.len()
-                    && !trailers_left
+                match shared.state {
+                    State::Reading => false,
+                    State::Ended => {
+                        let trailers_left = shared.trailers.is_some() && !copy.trailers_sent;
+                        copy.sent >= shared.kept.len() && !trailers_left
+                    }
+                    State::TooLarge { sent_by } => sent_by == copy.number && shared.rest.is_none(),
+                    // It has an error to tell, and must not pass for an empty body.
+                    State::Failed => false,
+                }
             }
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.0 {
-            Kind::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            Kind::Whole { bytes, is_sent } => {
+                SizeHint::with_exact(if *is_sent { 0 } else { bytes.len() as u64 })
+            }
             Kind::Stream(copy) => {
                 let shared = copy.shared.lock();
                 let ours: usize = shared.kept.iter().skip(copy.sent).map(Bytes::len).sum();
@@ -379,7 +400,7 @@ mod tests {
         assert_eq!(read(first).unwrap().0, "1234567890x");
         assert!(!again.is_replayable());
         assert!(read(again).is_err(), "never a shorter one");
-        let mut first = ReplayBody::new(body(data(&[b"12345", b"67890"])), 10);
+        let first = ReplayBody::new(body(data(&[b"12345", b"67890"])), 10);
         let again = first.repeat();
         read(first).unwrap();
         assert!(again.is_replayable(), "the cap itself fits");
@@ -398,7 +419,7 @@ mod tests {
 
     #[test]
     fn sizes_are_known_as_they_were() {
-        let mut first = ReplayBody::new(Full::from("12345"), 10);
+        let first = ReplayBody::new(Full::from("12345"), 10);
         let again = first.repeat();
         assert_eq!(first.size_hint().exact(), Some(5));
         read(first).unwrap();
@@ -408,12 +429,68 @@ mod tests {
     }
 
     #[test]
+    fn what_overflowed_is_never_sent_from_its_middle() {
+        let mut first = ReplayBody::new(body(data(&[b"12345", b"678901", b"the rest"])), 10);
+        let mut again = first.repeat();
+        (0..2).for_each(|_| assert!(first.frame().now_or_never().unwrap().unwrap().is_ok()));
+        assert!(!again.is_end_stream(), "or an empty body would be sent");
+        assert!(again.frame().now_or_never().unwrap().unwrap().is_err());
+        assert_eq!(read(first).unwrap().0, "the rest", "the one under way is not disturbed");
+        assert!(!again.is_end_stream());
+        assert!(read(again).is_err());
+    }
+
+    /// While one copy polls it, another begins.
+    struct Meanwhile {
+        frames: Frames,
+        other: Arc<Mutex<Option<ReplayBody<Self>>>>,
+    }
+
+    impl Body for Meanwhile {
+        type Data = Bytes;
+        type Error = std::io::Error;
+
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, std::io::Error>>> {
+            let this = self.get_mut();
+            if let Some(other) = this.other.lock().as_mut() {
+                assert!(Pin::new(other).poll_frame(cx).is_pending());
+            }
+            Poll::Ready(this.frames.pop_front().map(Ok))
+        }
+    }
+
+    #[test]
+    fn a_copy_that_begins_while_an_older_one_reads_gets_the_whole_body_or_an_error() {
+        for (cap, expected) in [(10, Some("12345")), (4, None)] {
+            let other = Arc::new(Mutex::new(None));
+            let frames = data(&[b"12345"]);
+            let mut first = ReplayBody::new(Meanwhile { frames, other: Arc::clone(&other) }, cap);
+            *other.lock() = Some(first.repeat());
+            let superseded = first.frame().now_or_never().unwrap().unwrap();
+            assert!(matches!(superseded, Err(BodyError::Superseded)));
+            let again = other.lock().take().unwrap();
+            assert_eq!(read(again).ok().map(|(bytes, _)| bytes), expected.map(Bytes::from));
+        }
+    }
+
+    #[test]
+    fn a_body_in_one_piece_is_repeated_also_after_it_was_sent() {
+        let mut first = ReplayBody::<Full<Bytes>>::whole("abc".into());
+        assert!(first.frame().now_or_never().unwrap().unwrap().is_ok());
+        assert_eq!(read(first.repeat()).unwrap().0, "abc");
+        assert!(first.is_end_stream());
+    }
+
+    #[test]
     fn a_body_that_fails_is_not_repeated() {
         let broken = StreamBody::new(stream::iter(vec![
             Ok(Frame::data(Bytes::from_static(b"a"))),
             Err(std::io::Error::other("gone")),
         ]));
-        let mut first = ReplayBody::new(broken, 10);
+        let first = ReplayBody::new(broken, 10);
         let again = first.repeat();
         assert!(matches!(read(first), Err(BodyError::Inner(_))));
         assert!(!again.is_replayable());
