@@ -2,4 +2,5 @@
 
 mod balance;
 mod client;
+mod retry;
 mod server;
