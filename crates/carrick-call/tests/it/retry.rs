@@ -53,7 +53,7 @@ struct Seen {
 }
 
 /// A dependency that goes through its script, and then repeats its last line.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Dependency {
     script: Arc<[Does]>,
     seen: Arc<Mutex<Vec<Seen>>>,
@@ -61,6 +61,20 @@ struct Dependency {
     under_way: Arc<AtomicUsize>,
     reads_body: bool,
     is_ready: bool,
+}
+
+/// Not ready because its original was.
+impl Clone for Dependency {
+    fn clone(&self) -> Self {
+        Self {
+            script: Arc::clone(&self.script),
+            seen: Arc::clone(&self.seen),
+            calls: Arc::clone(&self.calls),
+            under_way: Arc::clone(&self.under_way),
+            reads_body: self.reads_body,
+            is_ready: false,
+        }
+    }
 }
 
 struct UnderWay(Arc<AtomicUsize>);
@@ -460,30 +474,72 @@ async fn linkerd2_proxy_3216_an_answer_may_come_before_the_body_was_read() {
     assert_eq!((answer.status().as_u16(), dependency.calls()), (200, 2));
 }
 
-#[tokio::test(start_paused = true)]
-async fn time_that_is_awaited_for_readiness_counts() {
-    /// Never ready.
-    #[derive(Clone)]
-    struct Busy;
+/// Ready so many times, and never again.
+#[derive(Clone, Debug)]
+struct Tires(Dependency, usize);
 
-    impl<B> Service<Request<B>> for Busy {
-        type Response = Response<()>;
-        type Error = &'static str;
-        type Future = std::future::Ready<Result<Response<()>, &'static str>>;
+impl Service<Request<ReplayBody<Full<Bytes>>>> for Tires {
+    type Response = Response<()>;
+    type Error = &'static str;
+    type Future = <Dependency as Service<Request<ReplayBody<Full<Bytes>>>>>::Future;
 
-        fn poll_ready(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), &'static str>> {
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), &'static str>> {
+        if self.0.calls() < self.1 {
+            Service::<Request<ReplayBody<Full<Bytes>>>>::poll_ready(&mut self.0, cx)
+        } else {
             Poll::Pending
-        }
-
-        fn call(&mut self, _request: Request<B>) -> Self::Future {
-            panic!("called before it was ready")
         }
     }
 
-    let start = Instant::now();
-    let error = retry().layer(Busy).call(get()).await.unwrap_err();
-    assert!(error.was_never_sent());
-    assert!((2000 * MS..2003 * MS).contains(&start.elapsed()), "{:?}", start.elapsed());
+    fn call(&mut self, request: Request<ReplayBody<Full<Bytes>>>) -> Self::Future {
+        self.0.call(request)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn time_that_is_awaited_for_readiness_counts_and_what_was_sent_is_not_denied() {
+    for times in [0, 1] {
+        let dependency = Dependency::new(&[Does::Fails]);
+        let start = Instant::now();
+        let mut service = retry().layer(Tires(dependency.clone(), times));
+        let error = service.call(get()).await.unwrap_err();
+        assert!((2000 * MS..2003 * MS).contains(&start.elapsed()), "{:?}", start.elapsed());
+        assert_eq!((dependency.calls(), error.was_never_sent()), (times, times == 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_readiness_that_was_awaited_is_the_one_that_is_used() {
+    // A limit of one: whoever keeps the place of a service that is ready, and calls another, waits
+    // for himself.
+    let dependency = Dependency::new(&[Does::Fails, Does::Answers(200)]);
+    let limited = tower::limit::ConcurrencyLimit::new(dependency.clone(), 1);
+    let mut service = retry().layer(limited);
+    for _ in 0..3 {
+        let service = ServiceExt::<Request<Full<Bytes>>>::ready(&mut service).await.unwrap();
+        let answer = service.call(get()).await;
+        assert_eq!(answer.unwrap().status(), 200);
+    }
+    assert_eq!(dependency.calls(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_held_is_given_back_with_the_answer_and_not_with_the_future() {
+    let options = BudgetOptions {
+        kind: BudgetKind::InFlight,
+        ratio: 1.0,
+        floor: 0,
+        ..BudgetOptions::default()
+    };
+    let budget = budget(options);
+    let layer = RetryLayer::new("test", config(|_| {}), budget.clone());
+    let mut service = layer.layer(Dependency::new(&[Does::Takes(MS)]));
+    let mut call = Box::pin(service.call(get()));
+    assert!(poll!(&mut call).is_pending());
+    assert_eq!(budget.balance(Instant::now()), 1, "one call in flight, so one retry");
+    assert!((&mut call).await.is_ok());
+    assert_eq!(budget.balance(Instant::now()), 0);
+    drop(call);
 }
 
 proptest! {
