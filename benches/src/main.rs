@@ -1,9 +1,10 @@
-//! How fast is the message path, beside the bare alternative? Each subcommand answers one question
+//! How fast is it, beside the bare alternative? Each subcommand answers one question
 //! and prints one table; ratios within a run count, absolute rates drift with the machine.
 //!
 //! `cargo run --release -p carrick-benches -- hub` needs the release binary of `carrick`
 //! (`cargo build --release`), which it starts as a child so that CPU and memory are its own.
 
+mod calls;
 mod hub;
 mod load;
 mod process;
@@ -27,6 +28,8 @@ enum Bench {
     Hub(hub::Options),
     /// Resident memory of the hub: idle, and with a backlog.
     Memory(hub::MemoryOptions),
+    /// The client with every policy on, beside the bare client of hyper-util.
+    Calls(calls::Options),
     /// The bare HTTP server that `hub` measures beside ours; not for use by itself.
     #[command(hide = true)]
     Floor,
@@ -37,6 +40,7 @@ fn main() -> anyhow::Result<()> {
         Bench::Store(options) => store::run(&options),
         Bench::Hub(options) => hub::run(&options),
         Bench::Memory(options) => hub::memory(&options),
+        Bench::Calls(options) => calls::run(&options),
         Bench::Floor => hub::floor(),
     }
 }

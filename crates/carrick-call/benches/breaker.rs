@@ -4,7 +4,7 @@
 use std::{
     hint::black_box,
     sync::{Arc, Barrier},
-    time::{Duration, Instant as Clock},
+    time::Duration,
 };
 
 use carrick_call::breaker::{Breaker, BreakerConfig, Forced};
@@ -19,7 +19,7 @@ fn together(threads: u32, calls: u64, call: impl Fn() + Sync) -> Duration {
     std::thread::scope(|scope| {
         let work = || {
             barrier.wait();
-            let start = Clock::now();
+            let start = Instant::now();
             (0..calls).for_each(|_| call());
             start.elapsed()
         };

@@ -7,7 +7,7 @@ use std::{
         Barrier,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant as Clock},
+    time::Duration,
 };
 
 use carrick_call::budget::{Budget, BudgetConfig, BudgetKind, BudgetOptions};
@@ -24,7 +24,7 @@ fn together(threads: u32, calls: u64, call: impl Fn() + Sync) -> Duration {
     std::thread::scope(|scope| {
         let work = || {
             barrier.wait();
-            let start = Clock::now();
+            let start = Instant::now();
             (0..calls).for_each(|_| call());
             start.elapsed()
         };

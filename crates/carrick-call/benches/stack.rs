@@ -110,7 +110,7 @@ async fn run<S: Service<()>>(mut service: S, calls: u64) -> Duration
 where
     S::Error: std::fmt::Debug,
 {
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     for _ in 0..calls {
         let ready = service.ready().await.expect("it never fails");
         if black_box(ready.call(()).await).is_err() {

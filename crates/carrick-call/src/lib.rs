@@ -13,13 +13,19 @@ pub mod classify;
 #[cfg(feature = "client")]
 pub mod client;
 pub mod deadline;
+pub mod egress;
 pub mod error;
 pub mod explain;
+pub mod fault;
 pub mod gate;
+pub mod hedge;
 pub mod mode;
 pub mod outlier;
+pub mod queue;
 pub mod retry;
+pub mod scatter;
 pub mod stack;
+pub mod throttle;
 
 pub use self::{
     classify::Classify,

@@ -164,16 +164,20 @@ impl Client {
     }
 }
 
-fn trusted(ca: Option<&Path>) -> anyhow::Result<RootCertStore> {
-    let certificates = match ca {
+/// The certificates to trust: those of a PEM file, or the system's.
+pub(crate) fn certificates(ca: Option<&Path>) -> anyhow::Result<Vec<CertificateDer<'static>>> {
+    Ok(match ca {
         Some(path) => CertificateDer::pem_file_iter(path)
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .with_context(|| format!("--ca: cannot read {}", path.display()))?,
         // Some may be unreadable; only none at all is a fault.
         None => rustls_native_certs::load_native_certs().certs,
-    };
+    })
+}
+
+fn trusted(ca: Option<&Path>) -> anyhow::Result<RootCertStore> {
     let mut roots = RootCertStore::empty();
-    let (added, _) = roots.add_parsable_certificates(certificates);
+    let (added, _) = roots.add_parsable_certificates(certificates(ca)?);
     if added == 0 {
         bail!("there is no certificate to trust; name one with --ca");
     }

@@ -8,11 +8,17 @@
 //! * `message` (default): [`message::broker`], [`message::outbox`], [`message::inbox`],
 //!   [`message::consumer`], [`message::dead_letter`], and the [`store`] they stand on. `postgres` and
 //!   `sqlx-sqlite` add drivers.
+//! * `call`: [`call::client`] with its policies: [`call::deadline`], [`call::retry`],
+//!   [`call::budget`], [`call::breaker`], [`call::outlier`], [`call::balance`], [`call::bulkhead`],
+//!   [`call::queue`], [`call::throttle`], [`call::hedge`], [`call::scatter`], [`call::fault`],
+//!   [`call::egress`].
 //! * `ops`: [`ops::health`], [`ops::drain`], [`ops::telemetry`].
 //!
 //! The example `message_path` shows one event from the row that commits it to the effect that
 //! happens once.
 
+#[cfg(feature = "call")]
+pub use carrick_call as call;
 pub use carrick_core as core;
 #[cfg(feature = "message")]
 pub use carrick_message as message;

@@ -19,7 +19,7 @@ pub enum Strategy {
 }
 
 /// Settings as an operator writes them; become a [`BalanceConfig`].
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct BalanceOptions {
     /// Whether hosts are compared. In `observe` the first host drawn is taken, by weight alone, and

@@ -148,7 +148,7 @@ fn after_failure(failures: u32, interval: Duration) -> Duration {
     backoff.delay(failures, &mut rand::rng()).max(SHORTEST)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::sync::{
         Arc,

@@ -1,8 +1,8 @@
 //! A host's expected latency in one word, so that no call waits for another to note its own.
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// One tick is 2^16 ns, about 66 us: fine against a decay of seconds, and 32 bits of them are 78 h. A
@@ -80,7 +80,7 @@ fn kept(age: u32, rate: f32) -> f32 {
     if age == 0 { 1.0 } else { (-(age as f32) * rate).exp() }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 
@@ -136,7 +136,7 @@ mod tests {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, carrick_loom))]
 mod loom_tests {
     use loom::{sync::Arc, thread};
 

@@ -17,14 +17,14 @@
 
 mod config;
 mod core;
-#[cfg(not(loom))] // under loom tokio has no sockets
+#[cfg(not(carrick_loom))] // under loom tokio has no sockets
 pub mod discovery;
 mod endpoint;
 mod ewma;
 mod host;
 mod layer;
 mod metrics;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 
 use std::{

@@ -162,7 +162,7 @@ impl TryFrom<BreakerOptions> for BreakerConfig {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

@@ -1,11 +1,11 @@
 //! The states of a circuit, and what moves it from one to the next.
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::{
     AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::{
     AtomicU64,
     Ordering::{Acquire, Relaxed, Release},

@@ -18,7 +18,7 @@ mod config;
 mod core;
 mod map;
 mod metrics;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 mod window;
 

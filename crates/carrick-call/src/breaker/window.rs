@@ -1,8 +1,8 @@
 //! What became of recent calls: the last so many, or those of the last so long.
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Parts of a time window: with ten, what leaves it does so within a tenth of its length.
@@ -92,7 +92,7 @@ impl Count {
         let place = self.next.0.fetch_add(1, Relaxed);
         let size = self.slots.len() as u32;
         let slot = &self.slots[(place % size) as usize];
-        let new = DONE | u8::from(result.failed) * FAILED | u8::from(result.slow) * SLOW;
+        let new = DONE | (u8::from(result.failed) * FAILED) | (u8::from(result.slow) * SLOW);
         // Where all is well the slots say so already, and stay in every core's cache.
         if slot.load(Relaxed) != new {
             let old = slot.swap(new, Relaxed);
@@ -194,7 +194,7 @@ impl Time {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::collections::VecDeque;
 
@@ -245,7 +245,7 @@ mod tests {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, carrick_loom))]
 mod loom_tests {
     use loom::{sync::Arc, thread};
 

@@ -1,8 +1,8 @@
 //! The purses: integers that change by one compare-and-swap.
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::{AtomicU64, Ordering};
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A whole token, in thousandths: what one retry costs.
@@ -169,7 +169,7 @@ impl Tokens {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use proptest::prelude::*;
 
@@ -274,7 +274,7 @@ mod tests {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, carrick_loom))]
 mod loom_tests {
     use loom::{sync::Arc, thread};
 

@@ -156,7 +156,7 @@ impl TryFrom<BulkheadOptions> for BulkheadConfig {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

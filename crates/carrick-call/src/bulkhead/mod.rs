@@ -245,7 +245,7 @@ impl fmt::Debug for Bulkhead {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 

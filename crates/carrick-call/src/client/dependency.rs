@@ -12,12 +12,13 @@ use crate::{
     breaker::{BreakerConfig, BreakerOptions},
     budget::{BudgetConfig, BudgetOptions},
     bulkhead::{BulkheadConfig, BulkheadOptions},
+    hedge::{HedgeConfig, HedgeOptions},
     outlier::{OutlierConfig, OutlierOptions, may_eject},
     retry::{RetryConfig, RetryOptions},
 };
 
 /// A dependency as an operator writes it, in `[dependency.NAME]`; becomes a [`DependencyConfig`].
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct DependencyOptions {
     /// Where it is: `http://host[:port]` or `https://host[:port]`.
@@ -51,6 +52,8 @@ pub struct DependencyOptions {
     pub bulkhead: BulkheadOptions,
     /// Connections.
     pub pool: PoolOptions,
+    /// Whether and when slow calls are made twice. Default never.
+    pub hedge: Option<HedgeOptions>,
 }
 
 fn optional<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
@@ -73,6 +76,7 @@ impl Default for DependencyOptions {
             balance: BalanceOptions::default(),
             bulkhead: BulkheadOptions::default(),
             pool: PoolOptions::default(),
+            hedge: None,
         }
     }
 }
@@ -90,7 +94,7 @@ impl Default for DependencyOptions {
 /// let config = DependencyConfig::new("pricing", options)?;
 /// let sum = &config.sums()[0];
 /// assert!(!sum.fits);
-/// assert_eq!(sum.text, "3 tries × 700ms = 2.1s > timeout 2s");
+/// assert_eq!(sum.text, "3 tries × 700ms = 2s100ms > timeout 2s");
 /// # Ok::<(), carrick_core::config::InvalidConfig>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -111,6 +115,7 @@ pub struct DependencyConfig {
     pub(super) balance: BalanceConfig,
     pub(super) bulkhead: BulkheadConfig,
     pub(super) pool: PoolConfig,
+    pub(super) hedge: Option<HedgeConfig>,
 }
 
 /// A sum over several settings.
@@ -145,6 +150,7 @@ impl DependencyConfig {
             balance,
             bulkhead,
             pool,
+            hedge,
         } = options;
         let mut faults = Faults::default();
         let text = duration::format;
@@ -192,6 +198,8 @@ impl DependencyConfig {
         let bulkhead =
             BulkheadConfig::try_from(bulkhead).map_err(|fault| nest("bulkhead", fault)).ok();
         let pool = PoolConfig::try_from(pool).map_err(|fault| nest("pool", fault)).ok();
+        let hedge = hedge.map(HedgeConfig::try_from);
+        let hedge = hedge.transpose().map_err(|fault| nest("hedge", fault)).ok().flatten();
         faults.into_result(())?;
         let (is_tls, authority, port) = target.expect("checked");
         Ok(Self {
@@ -211,6 +219,7 @@ impl DependencyConfig {
             balance: balance.expect("checked"),
             bulkhead: bulkhead.expect("checked"),
             pool: pool.expect("checked"),
+            hedge,
         })
     }
 
@@ -299,7 +308,7 @@ impl DependencyConfig {
         let most = (0..=hosts)
             .take_while(|out| *out == 0 || may_eject(&self.outlier_options, hosts, out - 1))
             .last();
-        let line = format!("of {hosts} hosts {} may be left out at a time", most.unwrap_or(0));
+        let line = format!("of {hosts} host(s) {} may be left out at a time", most.unwrap_or(0));
         sum("outliers", line, true);
         let budget = self.budget.options();
         let amplified = 1.0 + budget.ratio;
@@ -401,7 +410,7 @@ mod tests {
         options.per_try_timeout = Some(Duration::from_millis(700));
         let config = DependencyConfig::new("pricing", options.clone()).unwrap();
         let wrong: Vec<_> = config.sums().into_iter().filter(|sum| !sum.fits).collect();
-        assert_eq!(wrong[0].text, "3 tries × 700ms = 2.1s > timeout 2s");
+        assert_eq!(wrong[0].text, "3 tries × 700ms = 2s100ms > timeout 2s");
         options.max_attempts = 2;
         let config = DependencyConfig::new("pricing", options).unwrap();
         assert!(config.sums().iter().all(|sum| sum.fits), "{:#?}", config.sums());

@@ -29,7 +29,7 @@ use self::{
     body::AtEnd,
     connect::{Target, Tls},
     pool::Pool,
-    service::{HostService, Judge, Named},
+    service::{HostService, Judge, Named, Whole},
 };
 pub use self::{
     body::{AnswerBody, AnswerError},
@@ -44,10 +44,11 @@ use crate::{
         Balancer, Endpoint,
         discovery::{self, Discovery},
     },
-    breaker::Breaker,
+    breaker::{Breaker, State},
     budget::Budget,
     bulkhead::Bulkhead,
     deadline::Timer,
+    hedge::{Hedge, HedgeService},
     outlier::Detector,
     retry::ReplayBody,
     stack::{Policies, Stack},
@@ -78,7 +79,7 @@ struct SourceError(BoxError);
 /// ```
 #[derive(Clone)]
 pub struct Client {
-    stack: Stack<HostService, Judge, AtEnd>,
+    service: HedgeService<Stack<HostService, Judge, AtEnd>, Whole>,
     replay: usize,
     detector: Detector,
     _discovery: Option<Arc<Discovery>>,
@@ -139,22 +140,26 @@ impl Client {
             let body = UnsyncBoxBody::new(body);
             ReplayBody::new(body, replay)
         });
-        self.stack.clone().call(request).await
+        self.service.clone().call(request).await
+    }
+
+    fn policies(&self) -> &Policies<HostService> {
+        self.service.inner().policies()
     }
 
     /// The policies, as they are now.
     pub fn breaker(&self) -> &Breaker {
-        &self.stack.policies().breaker
+        &self.policies().breaker
     }
 
     /// What retries are paid from.
     pub fn budget(&self) -> &Budget {
-        &self.stack.policies().budget
+        &self.policies().budget
     }
 
     /// Calls at a time.
     pub fn bulkhead(&self) -> &Bulkhead {
-        &self.stack.policies().bulkhead
+        &self.policies().bulkhead
     }
 
     /// Which hosts are left out.
@@ -164,13 +169,13 @@ impl Client {
 
     /// The hosts, with what is known of them.
     pub fn hosts(&self) -> Vec<(String, u32)> {
-        let hosts = self.stack.policies().balancer.hosts();
+        let hosts = self.policies().balancer.hosts();
         hosts.iter().map(|host| (host.endpoint().address.to_string(), host.pending())).collect()
     }
 
     /// Replaces the hosts.
     pub fn set_hosts(&self, hosts: Vec<Endpoint>) {
-        self.stack.policies().balancer.update(hosts, Instant::now());
+        self.policies().balancer.update(hosts, Instant::now());
     }
 }
 
@@ -254,13 +259,20 @@ impl Builder {
             timer: Timer::new(),
             name: config.name,
         };
+        let hedge = config.hedge.map(|hedge| {
+            let breaker = policies.breaker.clone();
+            let is_well = Box::new(move || breaker.state() == State::Closed);
+            let (timer, budget) = (policies.timer.clone(), policies.budget.clone());
+            Hedge::with(&policies.name, hedge, timer, Some(budget), Some(is_well))
+        });
         let stack = Stack::finishing(policies, Judge, AtEnd);
-        Ok(Client { stack, replay, detector, _discovery: discovery })
+        let service = HedgeService::maybe(stack, hedge, Whole);
+        Ok(Client { service, replay, detector, _discovery: discovery })
     }
 }
 
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.stack.fmt(f)
+        self.service.inner().fmt(f)
     }
 }

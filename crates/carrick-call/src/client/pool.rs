@@ -400,14 +400,17 @@ async fn sweep<B: Send + 'static>(pool: Weak<Shared<B>>, every: Duration) {
     }
 }
 
+/// A connection, and where it goes when its answer has been read.
+type Back<B> = (Kept<http1::SendRequest<B>>, Weak<Shared<B>>);
+
 /// The body of an answer; gives its connection back when it has been read to its end.
 pub(super) struct PooledBody<B> {
     body: Incoming,
-    back: Option<(Kept<http1::SendRequest<B>>, Weak<Shared<B>>)>,
+    back: Option<Back<B>>,
 }
 
 impl<B> PooledBody<B> {
-    fn new(body: Incoming, back: Option<(Kept<http1::SendRequest<B>>, Weak<Shared<B>>)>) -> Self
+    fn new(body: Incoming, back: Option<Back<B>>) -> Self
     where
         B: Send + 'static,
     {

@@ -18,12 +18,12 @@ use http::{
 use tower_service::Service;
 
 use super::{
-    RequestBody, TransportError,
+    AnswerBody, RequestBody, TransportError,
     pool::{Pool, PooledBody},
 };
 use crate::{
-    Classify,
-    classify::{Hints, Http},
+    CallError, Classify,
+    classify::{Hints, Http, call_error},
     retry::{RETRIED, pushback},
 };
 
@@ -119,6 +119,23 @@ impl Classify<Answer, TransportError> for Judge {
             Err(error) => {
                 Hints { never_sent: error.was_never_sent(), is_local: true, ..Hints::default() }
             }
+        }
+    }
+}
+
+/// Judges a whole call, its attempts behind it: what hedging goes by.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Whole;
+
+impl Classify<Response<AnswerBody>, CallError<TransportError>> for Whole {
+    fn classify(
+        &self,
+        result: Result<&Response<AnswerBody>, &CallError<TransportError>>,
+    ) -> Outcome {
+        match result {
+            Ok(answer) if answer.status().is_success() => Outcome::Success,
+            Ok(answer) => Http::verdict(answer, SystemClock.wall()),
+            Err(error) => call_error(error, |_| Outcome::Transient),
         }
     }
 }

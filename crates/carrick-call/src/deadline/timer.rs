@@ -255,7 +255,7 @@ impl fmt::Debug for Armed {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use std::future::poll_fn;
 

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use crate::Mode;
 
 /// Settings as an operator writes them; become an [`OutlierConfig`].
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct OutlierOptions {
     /// Whether ejections are acted on. Default `enforce`.

@@ -4,9 +4,9 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::Ordering::Relaxed;
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::{

@@ -19,7 +19,7 @@ mod core;
 mod judge;
 mod metrics;
 mod stats;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 
 use std::{

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use carrick_core::outcome::Outcome;
 
-#[cfg(loom)]
+#[cfg(carrick_loom)]
 use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-#[cfg(not(loom))]
+#[cfg(not(carrick_loom))]
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use super::{Kind, Origin, OutlierOptions, Verdict};
@@ -183,7 +183,7 @@ fn lower_end(bucket: usize) -> Duration {
     Duration::from_nanos(nanos)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests {
     use super::*;
 
@@ -212,7 +212,7 @@ mod tests {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, carrick_loom))]
 mod loom_tests {
     use loom::{sync::Arc, thread};
 

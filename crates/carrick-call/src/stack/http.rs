@@ -7,7 +7,6 @@ use carrick_core::{
     clock::{Clock, SystemClock},
     context::Context,
     deadline::{Deadline, GRPC},
-    outcome::Outcome,
 };
 use http::{HeaderName, HeaderValue, Request, header::CONTENT_TYPE};
 use http_body::Body;
@@ -87,8 +86,9 @@ pub(crate) fn is_grpc(headers: &http::HeaderMap) -> bool {
     content.is_some_and(|content| content.starts_with(b"application/grpc"))
 }
 
+#[cfg(feature = "client")]
 /// The verdict of gRPC's trailers, or of a head that is all there is; `None` without a status.
-pub(crate) fn grpc_outcome(headers: &http::HeaderMap) -> Option<Outcome> {
+pub(crate) fn grpc_outcome(headers: &http::HeaderMap) -> Option<carrick_core::outcome::Outcome> {
     let code = headers.get("grpc-status")?.to_str().ok()?.parse().ok()?;
-    Some(Outcome::from_grpc(code, None))
+    Some(carrick_core::outcome::Outcome::from_grpc(code, None))
 }

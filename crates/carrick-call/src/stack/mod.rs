@@ -14,7 +14,7 @@
 mod call;
 mod future;
 mod http;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(carrick_loom)))]
 mod tests;
 
 use std::{
@@ -30,7 +30,8 @@ use tokio::time::Instant;
 use tower_service::Service;
 
 #[cfg(feature = "client")]
-pub(crate) use self::http::{grpc_outcome, is_grpc};
+pub(crate) use self::http::grpc_outcome;
+pub(crate) use self::http::is_grpc;
 pub use self::{
     call::{AtHead, Call, Finish, Held},
     future::StackFuture,

@@ -15,6 +15,7 @@ use carrick_call::{
     breaker::State,
     client::{AnswerError, Client, DependencyConfig, DependencyOptions, tls_config},
     explain::Explain,
+    hedge::HedgeOptions,
     retry::{ATTEMPT, RETRIED},
 };
 use carrick_core::deadline::Deadline;
@@ -386,4 +387,41 @@ async fn tls_is_checked_by_name_and_by_certificate() {
     let wrong = client("https://other.test").call(get("/")).await.unwrap_err();
     let CallError::Inner(wrong) = wrong else { panic!("{wrong:?}") };
     assert!(wrong.was_never_sent(), "{wrong}");
+}
+
+#[tokio::test]
+async fn resty_1197_failsafe_go_65_ten_hedged_megabytes_arrive_whole() {
+    let content: Bytes = (0..10_000_000_u32).map(|n| (n % 251) as u8).collect::<Vec<_>>().into();
+    let calls = Arc::<AtomicUsize>::default();
+    let server = Server::start({
+        let (content, calls) = (content.clone(), Arc::clone(&calls));
+        move |_| {
+            let (content, call) = (content.clone(), calls.fetch_add(1, Ordering::SeqCst));
+            async move {
+                // Every third hangs: it is the loser, and is dropped while the winner's body comes.
+                if call >= 30 && call % 3 == 0 {
+                    std::future::pending::<()>().await;
+                }
+                answer(200, if call < 30 { Bytes::from("small") } else { content })
+            }
+        }
+    })
+    .await;
+    for http2 in [false, true] {
+        calls.store(0, Ordering::SeqCst);
+        let mut options = options(&[&server]);
+        options.pool.http2 = http2;
+        options.timeout = Duration::from_secs(30);
+        options.hedge = Some(HedgeOptions { share: 1.0, ..HedgeOptions::default() });
+        let client = client(options);
+        for _ in 0..30 {
+            text(&client, "/").await;
+        }
+        for _ in 0..4 {
+            let body = client.call(get("/")).await.unwrap().into_body().collect().await.unwrap();
+            assert_eq!(Sha256::digest(body.to_bytes()), Sha256::digest(&content));
+        }
+        assert!(calls.load(Ordering::SeqCst) >= 35, "some were made twice");
+        assert_eq!(client.bulkhead().in_flight(), 0);
+    }
 }

@@ -4,3 +4,4 @@ mod balance;
 mod client;
 mod retry;
 mod server;
+mod stack;

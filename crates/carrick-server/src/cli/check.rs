@@ -22,7 +22,7 @@ impl Check {
         let config = self.settings.load()?;
         let drain = &config.drain;
         let total = drain.window(Trigger::Terminate) + drain.grace() + drain.force();
-        let sums = [
+        let mut sums = [
             (
                 "drain: window + grace + force",
                 format!(
@@ -48,17 +48,36 @@ impl Check {
             ),
             ("listen", config.listen.to_string()),
             ("tokens", config.tokens.len().to_string()),
-        ];
-        if self.json {
-            let sums: serde_json::Map<_, _> =
-                sums.into_iter().map(|(name, sum)| (name.to_owned(), json!(sum))).collect();
-            println!("{}", json!({ "ok": true, "sums": sums }));
-        } else {
-            for (name, sum) in sums {
-                println!("{name}\n    {sum}");
+        ]
+        .map(|(name, text)| (name.to_owned(), text, true))
+        .to_vec();
+        for (name, dependency) in &config.dependencies {
+            for sum in dependency.sums() {
+                sums.push((format!("dependency.{name}: {}", sum.name), sum.text, sum.fits));
             }
-            println!("ok");
         }
-        Ok(())
+        let ok = sums.iter().all(|(_, _, fits)| *fits);
+        if self.json {
+            let faults: Vec<_> = sums
+                .iter()
+                .filter(|(_, _, fits)| !fits)
+                .map(|(name, text, _)| format!("{name}: {text}"))
+                .collect();
+            let sums: serde_json::Map<_, _> =
+                sums.into_iter().map(|(name, text, _)| (name, json!(text))).collect();
+            println!("{}", json!({ "ok": ok, "sums": sums, "faults": faults }));
+        } else {
+            for (name, text, fits) in sums {
+                let mark = if fits { "" } else { "  does not fit" };
+                println!("{name}\n    {text}{mark}");
+            }
+            println!("{}", if ok { "ok" } else { "settings do not fit each other: see above" });
+        }
+        if ok { Ok(()) } else { Err(DoesNotFit.into()) }
     }
 }
+
+/// Each setting is in its range, and together they do not work.
+#[derive(Debug, thiserror::Error)]
+#[error("settings do not fit each other")]
+struct DoesNotFit;

@@ -1,6 +1,8 @@
 //! The commands. Exit codes: 0 done, 1 failed, 2 wrong flags or configuration, 4 the hub or the
-//! database cannot be reached.
+//! database cannot be reached. `call` has its own: 0 for a 2xx, 1 for another status, 2 without a
+//! response, 3 for wrong flags or configuration.
 
+mod call;
 mod check;
 mod dead;
 mod publish;
@@ -36,6 +38,8 @@ enum Command {
     Tail(tail::Tail),
     /// Looks at what is stuck, and un-sticks it.
     Dead(dead::Dead),
+    /// Makes one call through the policies of a dependency.
+    Call(call::Call),
     /// Checks a configuration, and shows its arithmetic.
     Check(check::Check),
 }
@@ -74,7 +78,15 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs the command that the arguments name.
 pub fn main() -> ExitCode {
-    let Arguments { command } = Arguments::parse();
+    let Arguments { command } = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        // Its codes are an answer of their own: 2 is "no response" there.
+        Err(error) if call::is_asked_for() && error.use_stderr() => {
+            eprint!("{}", error.render());
+            return ExitCode::from(call::BAD_USAGE);
+        }
+        Err(error) => error.exit(),
+    };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         // Reads of the store block; they are few at a time by the store's own bound.
         .max_blocking_threads(32)
@@ -84,6 +96,14 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&anyhow::Error::new(error).context("cannot start")),
     };
+    let command = match command {
+        Command::Call(call) => {
+            let code = runtime.block_on(call.run());
+            runtime.shutdown_timeout(Duration::from_secs(1));
+            return code;
+        }
+        other => other,
+    };
     let result = runtime.block_on(async {
         match command {
             Command::Up(up) => up.run().await,
@@ -92,6 +112,7 @@ pub fn main() -> ExitCode {
             Command::Tail(tail) => tail.run().await,
             Command::Dead(dead) => dead.run().await,
             Command::Check(check) => check.run(),
+            Command::Call(_) => unreachable!("run above, for its exit codes"),
         }
     });
     // Reads that block must not hold the process up.

@@ -3,6 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use anyhow::Context;
+use carrick_call::client::DependencyOptions;
 use carrick_core::config::{Layers, Origin};
 use carrick_ops::{
     drain::Drain,
@@ -54,7 +55,17 @@ impl Settings {
     /// Reads file, environment and flags, and checks the whole.
     pub(super) fn load(&self) -> anyhow::Result<HubConfig> {
         let mut layers = Layers::default();
-        let read = |layers: &mut Layers| -> anyhow::Result<HubConfig> {
+        let options = self.read(&mut layers)?;
+        HubConfig::try_from(options).map_err(|invalid| wrong(invalid.located(&layers).into()))
+    }
+
+    /// Reads file, environment and flags.
+    fn options(&self) -> anyhow::Result<HubOptions> {
+        self.read(&mut Layers::default())
+    }
+
+    fn read(&self, layers: &mut Layers) -> anyhow::Result<HubOptions> {
+        let read = |layers: &mut Layers| -> anyhow::Result<HubOptions> {
             let default = PathBuf::from("carrick.toml");
             match &self.config {
                 Some(path) => add_file(layers, path)?,
@@ -78,11 +89,22 @@ impl Settings {
                     .with_context(|| format!("--set takes KEY=VALUE, not {pair:?}"))?;
                 layers.set(key, value, Origin::Flag(format!("--set {key}")))?;
             }
-            let options: HubOptions = layers.read()?;
-            HubConfig::try_from(options).map_err(|invalid| invalid.located(layers).into())
+            Ok(layers.read()?)
         };
-        read(&mut layers).map_err(|error| Usage(error.context("the configuration is wrong")).into())
+        read(layers).map_err(wrong)
     }
+}
+
+fn wrong(error: anyhow::Error) -> anyhow::Error {
+    Usage(error.context("the configuration is wrong")).into()
+}
+
+/// The dependencies that a configuration names, whose other settings are not looked at.
+pub(super) fn dependencies(
+    config: Option<&std::path::Path>,
+) -> anyhow::Result<std::collections::BTreeMap<String, DependencyOptions>> {
+    let settings = Settings { config: config.map(PathBuf::from), ..Settings::default() };
+    Ok(settings.options()?.dependency)
 }
 
 fn add_file(layers: &mut Layers, path: &std::path::Path) -> anyhow::Result<()> {

@@ -1,7 +1,8 @@
 //! Configuration of the hub: as written, and as checked.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
+use carrick_call::client::{DependencyConfig, DependencyOptions};
 use carrick_core::config::{Faults, InvalidConfig, duration, size};
 use carrick_ops::{
     drain::{DrainConfig, DrainOptions},
@@ -38,6 +39,8 @@ pub struct HubOptions {
     pub telemetry: TelemetryOptions,
     /// Who may do what.
     pub token: Vec<TokenOptions>,
+    /// What is called, by name.
+    pub dependency: BTreeMap<String, DependencyOptions>,
 }
 
 /// TLS of the listener.
@@ -152,6 +155,7 @@ impl Default for HubOptions {
             drain: DrainOptions::default(),
             telemetry: TelemetryOptions::default(),
             token: Vec::new(),
+            dependency: BTreeMap::new(),
         }
     }
 }
@@ -199,6 +203,7 @@ pub struct HubConfig {
     pub(crate) drain: DrainConfig,
     pub(crate) telemetry: TelemetryOptions,
     pub(crate) tokens: Vec<Token>,
+    pub(crate) dependencies: BTreeMap<String, DependencyConfig>,
 }
 
 /// A token that was checked.
@@ -227,6 +232,11 @@ impl HubConfig {
         &self.limits
     }
 
+    /// What is called, by name.
+    pub fn dependencies(&self) -> &BTreeMap<String, DependencyConfig> {
+        &self.dependencies
+    }
+
     /// Logs and traces.
     pub fn telemetry(&self) -> &TelemetryOptions {
         &self.telemetry
@@ -249,6 +259,7 @@ impl TryFrom<HubOptions> for HubConfig {
             drain,
             telemetry,
             token,
+            dependency,
         } = options;
         let mut faults = Faults::default();
         let (secs, text) = (Duration::from_secs, duration::format);
@@ -317,6 +328,15 @@ impl TryFrom<HubOptions> for HubConfig {
 
         let drain = DrainConfig::try_from(drain).map_err(|inner| faults.nest("drain", inner)).ok();
         let tokens = tokens(token, &mut faults);
+        let mut dependencies = BTreeMap::new();
+        for (name, options) in dependency {
+            match DependencyConfig::new(&name, options) {
+                Ok(config) => {
+                    dependencies.insert(name, config);
+                }
+                Err(inner) => faults.nest(&format!("dependency.{name}"), inner),
+            }
+        }
         let placeholder = SocketAddr::from(([127, 0, 0, 1], 0));
         let listen = address.unwrap_or(placeholder);
         let (delivery, retention, limits) = (delivery, retention, limits);
@@ -334,6 +354,7 @@ impl TryFrom<HubOptions> for HubConfig {
             drain,
             telemetry,
             tokens,
+            dependencies,
         })
     }
 }

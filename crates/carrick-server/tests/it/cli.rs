@@ -169,3 +169,46 @@ async fn a_hub_behind_tls_is_reached_by_who_trusts_its_certificate() {
     // Whoever speaks without TLS gets no further than the handshake.
     assert!(!hub.exchange(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n").await.contains("200"));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_tells_how_it_went_and_its_code_says_what_came() {
+    let hub = Running::start(|_| {}).await;
+    let url = |path: &str| format!("http://{}{path}", hub.address);
+    let done = run(Some(&hub), &["call", &url("/livez"), "--json"], "");
+    assert_eq!(done.code, 0, "{}", done.err);
+    let told: Value = serde_json::from_str(&done.out).unwrap();
+    assert_eq!(told["status"], 200);
+    assert_eq!(told["attempts"][0]["outcome"], "success");
+    assert_eq!(told["attempts"][0]["host"], hub.address.to_string());
+    assert!(told["elapsed_ms"].as_f64().unwrap() > 0.0 && told["decisions"].is_array());
+
+    let done = run(Some(&hub), &["call", &url("/nowhere"), "--explain"], "");
+    assert_eq!(done.code, 1, "{}", done.err);
+    assert!(done.err.contains("another try would end alike"), "{}", done.err);
+    let nobody = ["call", "http://127.0.0.1:1/", "--max-attempts", "2", "--json"];
+    let done = run(None, &nobody, "");
+    assert_eq!(done.code, 2, "{}", done.err);
+    let told: Value = serde_json::from_str(&done.out).unwrap();
+    assert_eq!((&told["status"], told["attempts"].as_array().unwrap().len()), (&Value::Null, 2));
+    assert!(told["error"].as_str().unwrap().contains("127.0.0.1:1"), "{told}");
+    fails(&["call", "pricing/x"], 3, &["pricing", "no dependency"]);
+    fails(&["call", "http://h", "--bogus"], 3, &["--bogus"]);
+    let longer = ["call", "http://h", "--timeout", "1s", "--per-try-timeout", "2s"];
+    fails(&longer, 3, &["per-try-timeout must be 1ms to timeout (1s), not 2s"]);
+}
+
+#[test]
+fn what_does_not_fit_is_shown_as_a_sum_and_fails() {
+    let set = |per_try: &str| {
+        let url = "dependency.pricing.url=http://127.0.0.1:9000";
+        let per_try = format!("dependency.pricing.per-try-timeout={per_try}");
+        run(None, &["check", "--json", "--set", url, "--set", &per_try], "")
+    };
+    let done = set("600ms");
+    assert_eq!(done.code, 0, "{}{}", done.out, done.err);
+    let done = set("700ms");
+    assert_eq!(done.code, 1, "{}{}", done.out, done.err);
+    let told: Value = serde_json::from_str(&done.out).unwrap();
+    assert_eq!(told["ok"], false);
+    assert!(told["faults"][0].as_str().unwrap().contains("3 tries × 700ms = 2s100ms"), "{told}");
+}

@@ -2,5 +2,7 @@
 
 mod crash;
 mod flaky;
+mod fleet;
 mod history;
 mod servers;
+mod toxic;
