@@ -1,10 +1,16 @@
 //! How an attempt ended, decided once for all policies.
 
-use carrick_core::outcome::{Outcome, parse_retry_after};
+use carrick_core::{
+    clock::{Clock, SystemClock},
+    outcome::{Outcome, parse_retry_after},
+};
 use http::{HeaderMap, Response, header::RETRY_AFTER};
 use jiff::Timestamp;
 
-use crate::{CallError, Policy, retry::Pushback};
+use crate::{
+    CallError, Policy,
+    retry::{Pushback, RETRIED, pushback},
+};
 
 /// Decides how an attempt ended. Breaker, outlier detector, balancer, limiter and budget all read
 /// the one verdict; two of them that disagree work against each other.
@@ -63,6 +69,55 @@ impl Http {
         match grpc {
             Some(code) => Outcome::from_grpc(code, retry_after()),
             None => Outcome::from_status(response.status(), retry_after()),
+        }
+    }
+}
+
+impl<B, E> Classify<Response<B>, E> for Http {
+    fn classify(&self, result: Result<&Response<B>, &E>) -> Outcome {
+        result.map_or(Outcome::Transient, |head| Self::verdict(head, SystemClock.wall()))
+    }
+
+    fn hints(&self, result: Result<&Response<B>, &E>) -> Hints {
+        let Ok(head) = result else { return Hints { is_local: true, ..Hints::default() } };
+        Hints {
+            is_gateway: matches!(head.status().as_u16(), 502..=504),
+            retried_below: head.headers().contains_key(RETRIED),
+            pushback: pushback(head.headers()),
+            ..Hints::default()
+        }
+    }
+}
+
+/// The verdict on calls through other policies: a refusal of theirs is no failure of the dependency,
+/// and what comes from below is for `C` to judge.
+///
+/// ```
+/// use carrick_call::{CallError, Classify, Policy, Refusal, classify::{AnyError, Guarded}};
+/// use carrick_core::outcome::Outcome;
+///
+/// let refused: CallError<()> = Refusal::new(Policy::Breaker, "open").into();
+/// let outcome = Guarded(AnyError).classify(Err::<&(), _>(&refused));
+/// assert_eq!(outcome, Outcome::Rejected);
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Guarded<C>(pub C);
+
+impl<T, E, C: Classify<T, E>> Classify<T, CallError<E>> for Guarded<C> {
+    fn classify(&self, result: Result<&T, &CallError<E>>) -> Outcome {
+        match result {
+            Ok(answer) => self.0.classify(Ok(answer)),
+            Err(error) => call_error(error, |inner| self.0.classify(Err(inner))),
+        }
+    }
+
+    fn hints(&self, result: Result<&T, &CallError<E>>) -> Hints {
+        match result {
+            Ok(answer) => self.0.hints(Ok(answer)),
+            Err(CallError::Inner(inner)) => self.0.hints(Err(inner)),
+            Err(error) => {
+                Hints { never_sent: error.was_never_sent(), is_local: true, ..Hints::default() }
+            }
         }
     }
 }

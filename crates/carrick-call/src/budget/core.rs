@@ -32,7 +32,7 @@ pub(super) struct Purse {
 }
 
 fn pack(at: u64, amount: u64) -> u64 {
-    at << AMOUNT_BITS | amount
+    (at << AMOUNT_BITS) | amount
 }
 
 fn unpack(state: u64) -> (u64, u64) {
@@ -44,6 +44,11 @@ impl Purse {
     pub(super) fn new(earning: u64, floor: u32, cap: u32) -> Self {
         let (floor, cap) = (u64::from(floor), u64::from(cap) * WHOLE);
         Self { earning, floor, cap, state: AtomicU64::new(pack(0, cap.min(floor * WHOLE))) }
+    }
+
+    /// Whether another deposit changes nothing, whatever the time: as it mostly is.
+    pub(super) fn is_full(&self) -> bool {
+        unpack(self.state.load(Ordering::Relaxed)).1 == self.cap
     }
 
     pub(super) fn deposit(&self, now: u64) {
@@ -65,14 +70,11 @@ impl Purse {
     }
 
     fn change(&self, now: u64, to: impl Fn(u64) -> Option<u64>) -> bool {
+        let now = now.min(u64::MAX >> AMOUNT_BITS); // what is packed, and no more
         let mut state = self.state.load(Ordering::Relaxed);
         loop {
             let (at, held) = unpack(state);
-            let amount = self.refilled(at, held, now);
-            let Some(next) = to(amount) else { return false };
-            if next == held && next == self.cap {
-                return true; // a full purse, as it mostly is, is left alone
-            }
+            let Some(next) = to(self.refilled(at, held, now)) else { return false };
             let next = pack(at.max(now), next);
             match self.state.compare_exchange_weak(
                 state,
@@ -201,6 +203,13 @@ mod tests {
     }
 
     #[test]
+    fn a_time_beyond_what_is_packed_is_the_last_there_is() {
+        let purse = Purse::new(0, 10, 100);
+        assert!(purse.withdraw(u64::MAX));
+        assert_eq!((0..1000).filter(|_| purse.withdraw(u64::MAX)).count(), 99);
+    }
+
+    #[test]
     fn envoy_mobile_811_the_default_does_not_shrink_as_errors_speed_up() {
         let purse = Purse::new(100, 10, 100);
         (0..10_000).for_each(|_| purse.deposit(0));
@@ -255,6 +264,7 @@ mod tests {
                     prop_assert_eq!(purse.withdraw(now), pays);
                     held -= if pays { WHOLE } else { 0 };
                 } else {
+                    prop_assert!(!purse.is_full() || held == cap, "full, and a deposit would count");
                     purse.deposit(now);
                     held = (held + earning).min(cap);
                 }

@@ -93,6 +93,7 @@ impl Budget {
     /// Counts a call. Once for each, whatever its attempts; not for one that was refused here.
     pub fn deposit(&self, now: Instant) -> Deposit {
         match &self.0.kind {
+            Kind::Ratio(purse) if purse.is_full() => {}
             Kind::Ratio(purse) => purse.deposit(self.millis(now)),
             Kind::InFlight { flying, .. } => {
                 flying.enter();

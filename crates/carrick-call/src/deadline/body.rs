@@ -71,13 +71,16 @@ impl<R> DeadlineBody<R> {
     }
 }
 
+/// What polling a body gives.
+type Polled<R> = Poll<Option<Result<Frame<<R as Body>::Data>, <R as Body>::Error>>>;
+
 impl<R: Body> DeadlineBody<R> {
     /// What the inner body gives, while it may; `None` when time is over.
     fn poll_inner(
         body: Pin<&mut R>,
         limit: &mut Option<Limit>,
         cx: &mut Context<'_>,
-    ) -> Option<Poll<Option<Result<Frame<R::Data>, R::Error>>>> {
+    ) -> Option<Polled<R>> {
         let mut body = body;
         let polled = body.as_mut().poll_frame(cx);
         let Some(watched) = limit else { return Some(polled) };

@@ -202,7 +202,7 @@ async fn a_stream_ends_when_it_is_silent_too_old_or_late_with_its_first_byte() {
     about(took, 20 * second);
     // What never lets go of its reader meets its end, too.
     let (result, _) =
-        streamed(options, request("x-request-timeout-ms", "0"), vec![0 * second; 9]).await;
+        streamed(options, request("x-request-timeout-ms", "0"), vec![Duration::ZERO; 9]).await;
     assert_eq!(result, Err(()));
 }
 

@@ -23,6 +23,9 @@ pub enum BodyError {
     /// A later attempt has taken the body over.
     #[error("another attempt sends the body now")]
     Superseded,
+    /// More came than is kept, and what this attempt would begin with is gone.
+    #[error("the body was too large to be kept")]
+    TooLarge,
 }
 
 /// A request's body, kept while it is sent so that it can be sent again: byte for byte, with its
@@ -48,12 +51,17 @@ pub struct ReplayBody<B>(Kind<B>);
 
 enum Kind<B> {
     /// Nothing, or one piece: a repeat is a clone.
-    Whole(Option<Bytes>),
+    Whole {
+        bytes: Bytes,
+        is_sent: bool,
+    },
     Stream(Copy<B>),
 }
 
 /// The number of a copy that nobody has read from.
 const NOT_YET: u64 = u64::MAX;
+
+type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
 
 struct Copy<B> {
     shared: Arc<Mutex<Shared<B>>>,
@@ -83,9 +91,10 @@ enum State {
     Reading,
     /// All is kept.
     Ended,
-    /// More came than is kept: it cannot be sent again.
-    TooLarge,
-    /// It failed, or was cut off while somebody polled it.
+    /// More came than is kept. Whoever was sent it all until then may have the rest, and nobody else:
+    /// a copy that went on from there would lack its beginning.
+    TooLarge { sent_by: u64 },
+    /// It failed.
     Failed,
 }
 
@@ -97,7 +106,7 @@ where
     /// Keeps at most `cap` bytes of a body.
     pub fn new(body: B, cap: usize) -> Self {
         if body.is_end_stream() {
-            return Self(Kind::Whole(None));
+            return Self::whole(Bytes::new());
         }
         let shared = Shared {
             rest: Some(body),
@@ -115,14 +124,14 @@ where
 
     /// A body in one piece.
     pub fn whole(bytes: Bytes) -> Self {
-        Self(Kind::Whole((!bytes.is_empty()).then_some(bytes)))
+        Self(Kind::Whole { is_sent: bytes.is_empty(), bytes })
     }
 
     /// The body once more, from its start. It takes over when it is first read.
     #[must_use]
     pub fn repeat(&self) -> Self {
         match &self.0 {
-            Kind::Whole(bytes) => Self(Kind::Whole(bytes.clone())),
+            Kind::Whole { bytes, .. } => Self::whole(bytes.clone()),
             Kind::Stream(copy) => {
                 let copy = Copy {
                     shared: Arc::clone(&copy.shared),
@@ -138,7 +147,7 @@ where
     /// Whether the whole body can still be sent from its start.
     pub fn is_replayable(&self) -> bool {
         match &self.0 {
-            Kind::Whole(_) => true,
+            Kind::Whole { .. } => true,
             Kind::Stream(copy) => {
                 matches!(copy.shared.lock().state, State::Reading | State::Ended)
             }
@@ -151,8 +160,14 @@ where
     B: Body<Data = Bytes> + Unpin,
     B::Error: Into<Box<dyn StdError + Send + Sync>>,
 {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Polled {
         let mut shared = self.shared.lock();
+        if let State::TooLarge { sent_by } = shared.state
+            && sent_by != self.number
+        {
+            // Before it takes over, so that the attempt that is under way goes on.
+            return Poll::Ready(Some(Err(BodyError::TooLarge)));
+        }
         if self.number == NOT_YET {
             shared.newest += 1;
             self.number = shared.newest;
@@ -165,7 +180,7 @@ where
             return Poll::Ready(Some(Ok(Frame::data(frame.clone()))));
         }
         match shared.state {
-            State::Reading | State::TooLarge => {}
+            State::Reading | State::TooLarge { .. } => {}
             State::Failed => return Poll::Ready(Some(Err(BodyError::Superseded))),
             State::Ended => {
                 let trailers = shared.trailers.clone().filter(|_| !self.trailers_sent);
@@ -174,82 +189,74 @@ where
             }
         }
         let Some(mut rest) = shared.rest.take() else {
+            if shared.state != State::Reading {
+                return Poll::Ready(None); // it was too large, and was sent to its end
+            }
             // An older copy is just polling it; it will see that it is not the newest.
             shared.waits = Some(cx.waker().clone());
             return Poll::Pending;
         };
         drop(shared);
         let polled = Pin::new(&mut rest).poll_frame(cx);
-        let mut shared = self.shared.lock();
-        let is_newest = self.number == shared.newest;
-        let ends = rest.is_end_stream();
-        shared.rest = Some(rest);
-        if let Some(waiter) = shared.waits.take() {
+        let polled = polled.map_err(|error| BodyError::Inner(error.into()));
+        let is_over = match &polled {
+            Poll::Pending => false,
+            Poll::Ready(None | Some(Err(_))) => true,
+            Poll::Ready(Some(Ok(frame))) => frame.is_trailers() || rest.is_end_stream(),
+        };
+        let rest = if is_over { None } else { Some(rest) };
+        // No waker is woken, and no body dropped, under the lock.
+        if let Some(waiter) = self.keep(&polled, rest) {
             waiter.wake();
         }
-        let frame = match polled {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(frame) => frame,
-        };
-        match frame {
-            None => {
-                shared.end(State::Ended);
-                Poll::Ready(None)
+        // What an older copy read is kept for the newest, and of no use to itself.
+        match polled {
+            Poll::Ready(Some(Ok(_))) if !self.is_newest() => {
+                Poll::Ready(Some(Err(BodyError::Superseded)))
             }
-            Some(Err(error)) => {
-                shared.end(State::Failed);
-                Poll::Ready(Some(Err(BodyError::Inner(error.into()))))
+            polled => polled,
+        }
+    }
+
+    /// Takes note of what came, and puts back what is left. Returns who waits for that.
+    fn keep(&mut self, polled: &Polled, rest: Option<B>) -> Option<Waker> {
+        let mut shared = self.shared.lock();
+        let is_over = rest.is_none();
+        shared.rest = rest;
+        if let Poll::Ready(Some(Ok(frame))) = polled {
+            if let Some(data) = frame.data_ref() {
+                shared.keep(data, self.number);
+                self.sent = shared.kept.len();
             }
-            Some(Ok(frame)) => {
-                let frame = match frame.into_data() {
-                    Ok(data) => {
-                        shared.keep(&data);
-                        self.sent = shared.kept.len();
-                        Frame::data(data)
-                    }
-                    Err(frame) => {
-                        if let Some(trailers) = frame.trailers_ref() {
-                            shared.trailers = Some(trailers.clone());
-                            self.trailers_sent = true;
-                            shared.end(State::Ended); // nothing follows them
-                        }
-                        frame
-                    }
-                };
-                if ends {
-                    shared.end(State::Ended);
-                }
-                // What an older copy read is kept for the newest, and of no use to itself.
-                if is_newest {
-                    Poll::Ready(Some(Ok(frame)))
-                } else {
-                    Poll::Ready(Some(Err(BodyError::Superseded)))
-                }
+            if let Some(trailers) = frame.trailers_ref() {
+                shared.trailers = Some(trailers.clone());
+                self.trailers_sent = true;
             }
         }
+        if is_over && shared.state == State::Reading {
+            let has_failed = matches!(polled, Poll::Ready(Some(Err(_))));
+            shared.state = if has_failed { State::Failed } else { State::Ended };
+        }
+        shared.waits.take()
+    }
+
+    fn is_newest(&self) -> bool {
+        self.number == self.shared.lock().newest
     }
 }
 
 impl<B> Shared<B> {
-    fn keep(&mut self, data: &Bytes) {
+    fn keep(&mut self, data: &Bytes, number: u64) {
         if self.state != State::Reading {
             return;
         }
         self.bytes = self.bytes.saturating_add(data.len());
         if self.bytes > self.cap {
-            self.state = State::TooLarge;
+            self.state = State::TooLarge { sent_by: number };
             self.kept = Vec::new();
         } else if !data.is_empty() {
             self.kept.push(data.clone());
         }
-    }
-
-    fn end(&mut self, state: State) {
-        self.rest = None;
-        self.state = match self.state {
-            State::TooLarge => State::Failed, // there is no more, and what there was is gone
-            _ => state,
-        };
     }
 }
 
@@ -266,28 +273,38 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match &mut self.get_mut().0 {
-            Kind::Whole(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Kind::Whole { bytes, is_sent } => {
+                let is_left = !std::mem::replace(is_sent, true);
+                Poll::Ready(is_left.then(|| Ok(Frame::data(bytes.clone()))))
+            }
             Kind::Stream(copy) => copy.poll(cx),
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.0 {
-            Kind::Whole(bytes) => bytes.is_none(),
+            Kind::Whole { is_sent, .. } => *is_sent,
             Kind::Stream(copy) => {
                 let shared = copy.shared.lock();
-                let trailers_left = shared.trailers.is_some() && !copy.trailers_sent;
-                shared.rest.is_none()
-                    && matches!(shared.state, State::Ended | State::Failed)
-                    && copy.sent >= shared.kept.len()
-                    && !trailers_left
+                match shared.state {
+                    State::Reading => false,
+                    State::Ended => {
+                        let trailers_left = shared.trailers.is_some() && !copy.trailers_sent;
+                        copy.sent >= shared.kept.len() && !trailers_left
+                    }
+                    State::TooLarge { sent_by } => sent_by == copy.number && shared.rest.is_none(),
+                    // It has an error to tell, and must not pass for an empty body.
+                    State::Failed => false,
+                }
             }
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.0 {
-            Kind::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            Kind::Whole { bytes, is_sent } => {
+                SizeHint::with_exact(if *is_sent { 0 } else { bytes.len() as u64 })
+            }
             Kind::Stream(copy) => {
                 let shared = copy.shared.lock();
                 let ours: usize = shared.kept.iter().skip(copy.sent).map(Bytes::len).sum();
@@ -312,110 +329,4 @@ impl<B> fmt::Debug for ReplayBody<B> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::VecDeque;
-
-    use futures_util::{FutureExt, stream};
-    use http_body_util::{BodyExt, Empty, Full, StreamBody};
-    use proptest::prelude::*;
-
-    use super::*;
-
-    type Frames = VecDeque<Frame<Bytes>>;
-
-    type Pieces = stream::Iter<std::vec::IntoIter<Result<Frame<Bytes>, std::io::Error>>>;
-
-    fn body(frames: Frames) -> StreamBody<Pieces> {
-        let frames: Vec<_> = frames.into_iter().map(Ok).collect();
-        StreamBody::new(stream::iter(frames))
-    }
-
-    fn data(pieces: &[&[u8]]) -> Frames {
-        pieces.iter().map(|piece| Frame::data(Bytes::copy_from_slice(piece))).collect()
-    }
-
-    fn read<B>(body: ReplayBody<B>) -> Result<(Bytes, Option<HeaderMap>), BodyError>
-    where
-        B: Body<Data = Bytes> + Unpin,
-        B::Error: Into<Box<dyn StdError + Send + Sync>>,
-    {
-        let collected = body.collect().now_or_never().expect("the test's body never waits")?;
-        let trailers = collected.trailers().cloned();
-        Ok((collected.to_bytes(), trailers))
-    }
-
-    proptest! {
-        #[test]
-        fn linkerd2_15649_14050_a_repeat_is_the_same_bytes_however_far_the_first_had_come(
-            pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..50), 0..10),
-            read_first in 0..12_usize,
-            with_trailers: bool,
-        ) {
-            let whole: Vec<u8> = pieces.concat();
-            let mut frames = data(&pieces.iter().map(Vec::as_slice).collect::<Vec<_>>());
-            let mut trailers = HeaderMap::new();
-            trailers.insert("grpc-status", "0".parse().unwrap());
-            if with_trailers {
-                frames.push_back(Frame::trailers(trailers.clone()));
-            }
-            let mut first = ReplayBody::new(body(frames), 1024);
-            let again = first.repeat();
-            for _ in 0..read_first {
-                if first.frame().now_or_never().unwrap().is_none() {
-                    break;
-                }
-            }
-            prop_assert!(again.is_replayable());
-            let (bytes, seen) = read(again).unwrap();
-            prop_assert_eq!(&bytes[..], &whole[..]);
-            prop_assert_eq!(seen, with_trailers.then_some(trailers));
-        }
-    }
-
-    #[test]
-    fn a_body_beyond_the_cap_is_sent_once_and_not_again() {
-        let first = ReplayBody::new(body(data(&[b"12345", b"67890", b"x"])), 10);
-        let again = first.repeat();
-        assert_eq!(read(first).unwrap().0, "1234567890x");
-        assert!(!again.is_replayable());
-        assert!(read(again).is_err(), "never a shorter one");
-        let first = ReplayBody::new(body(data(&[b"12345", b"67890"])), 10);
-        let again = first.repeat();
-        read(first).unwrap();
-        assert!(again.is_replayable(), "the cap itself fits");
-    }
-
-    #[test]
-    fn linkerd2_proxy_3216_an_answer_before_the_bodys_end_leaves_the_rest_to_the_next_attempt() {
-        let mut first = ReplayBody::new(body(data(&[b"a", b"b", b"c"])), 10);
-        let mut again = first.repeat();
-        assert!(first.frame().now_or_never().unwrap().unwrap().is_ok());
-        assert!(again.frame().now_or_never().unwrap().unwrap().is_ok());
-        let superseded = first.frame().now_or_never().unwrap().unwrap();
-        assert!(matches!(superseded, Err(BodyError::Superseded)));
-        assert_eq!(read(again).unwrap().0, "bc");
-    }
-
-    #[test]
-    fn sizes_are_known_as_they_were() {
-        let first = ReplayBody::new(Full::from("12345"), 10);
-        let again = first.repeat();
-        assert_eq!(first.size_hint().exact(), Some(5));
-        read(first).unwrap();
-        assert_eq!(again.size_hint().exact(), Some(5));
-        assert!(ReplayBody::new(Empty::<Bytes>::new(), 10).is_end_stream());
-        assert_eq!(ReplayBody::<Full<Bytes>>::whole("abc".into()).size_hint().exact(), Some(3));
-    }
-
-    #[test]
-    fn a_body_that_fails_is_not_repeated() {
-        let broken = StreamBody::new(stream::iter(vec![
-            Ok(Frame::data(Bytes::from_static(b"a"))),
-            Err(std::io::Error::other("gone")),
-        ]));
-        let first = ReplayBody::new(broken, 10);
-        let again = first.repeat();
-        assert!(matches!(read(first), Err(BodyError::Inner(_))));
-        assert!(!again.is_replayable());
-    }
-}
+mod tests;

@@ -3,7 +3,8 @@
 //! One pure function decides ([`decide`]), in an order in which the cheap and the safe questions come
 //! first and money comes last: attempts left, worth it, safe, not yet answered, not told to stop, in
 //! time, paid for. Its answer says why, with the numbers that decided. [`ReplayBody`] sends a body
-//! again byte for byte, as long as it is small enough to be kept.
+//! again byte for byte, as long as it is small enough to be kept. [`RetryLayer`] does both for any
+//! service that speaks HTTP; the [`stack`](crate::stack) does them for a dependency with several hosts.
 //!
 //! What is retried is bounded three times: by attempts, by the deadline, and by the
 //! [`budget`](crate::budget) that all calls to a dependency share. A server below that has retried
@@ -16,6 +17,7 @@
 mod body;
 mod config;
 mod core;
+mod layer;
 
 use http::{HeaderMap, HeaderName, Method};
 
@@ -23,6 +25,7 @@ pub use self::{
     body::{BodyError, ReplayBody},
     config::{RetryConfig, RetryOptions},
     core::{Attempt, Decision, Pushback, Repeat, Stop, decide},
+    layer::{RetryFuture, RetryLayer, RetryService},
 };
 
 /// Request header: which attempt this is, from 1.

@@ -4,5 +4,6 @@ mod balance;
 mod client;
 mod deadline;
 mod egress;
+mod retry;
 mod server;
 mod stack;

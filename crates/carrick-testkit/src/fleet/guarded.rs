@@ -174,7 +174,9 @@ impl Policy for Guarded {
             pushback: None,
             backoff: call.backoff,
             // Without one, a day is as good as none.
-            deadline: call.deadline.unwrap_or(Deadline::at(now + Duration::from_secs(86_400))),
+            deadline: call
+                .deadline
+                .unwrap_or_else(|| Deadline::at(now + Duration::from_secs(86_400))),
         };
         let withdraw = || match &self.budget {
             Some(budget) => budget.withdraw(now).map(Some),
