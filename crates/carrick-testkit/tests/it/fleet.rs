@@ -1,6 +1,9 @@
 use std::{sync::Arc, time::Duration};
 
-use carrick_call::{Refusal, bulkhead::BulkheadOptions, outlier::OutlierConfig};
+use carrick_call::{
+    Refusal, bulkhead::BulkheadOptions, outlier::OutlierConfig, queue::QueueOptions,
+    throttle::ThrottleConfig,
+};
 use carrick_core::outcome::Outcome;
 use carrick_testkit::fleet::{
     Client, Dice, Ended, Fleet, Guarded, Guards, Line, Naive, Next, Policy, Report, Sent,
@@ -17,14 +20,19 @@ fn small() -> Fleet {
 }
 
 fn guards() -> Arc<Guards> {
-    Arc::new(Guards { outlier: Some(OutlierConfig::default()), ..Guards::default() })
+    Arc::new(Guards {
+        outlier: Some(OutlierConfig::default()),
+        throttle: Some(ThrottleConfig::default()),
+        ..Guards::default()
+    })
 }
 
 #[test]
 fn the_same_seed_gives_the_same_trace_to_the_byte() {
     let bulkhead = BulkheadOptions { max: 12, ..BulkheadOptions::default() };
+    let queue = QueueOptions { length: 7, ..QueueOptions::default() };
     let server = ServerOptions {
-        line: Line::bounded(9, SECOND / 20),
+        line: Line::Queue(queue.try_into().unwrap()),
         bulkhead: Some(bulkhead.try_into().unwrap()),
         ..ServerOptions::default()
     };
@@ -68,7 +76,7 @@ fn servers_that_are_asked_for_twice_what_they_can_do_what_they_can() {
     let report = fleet.run(1, patient);
     let worked = f64::from(report.sum(10..60).worked) / 50.0;
     assert!((worked - 160.0).abs() < 5.0, "{worked} a second");
-    let line = Line { most: 4, drop_below: None };
+    let line = Line::Short(4);
     let fleet = Fleet { server: ServerOptions { line, ..ServerOptions::default() }, ..fleet };
     let goodput = fleet.run(1, patient).goodput(10..60);
     assert!((0.45..0.55).contains(&goodput), "{goodput}");
