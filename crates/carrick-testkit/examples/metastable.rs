@@ -55,7 +55,9 @@ fn print(reports: &[(Stage, Report)]) {
             percent(report.goodput(5..BEGINS)),
             percent(report.goodput(BEGINS..ENDS)),
             percent(report.goodput(last.clone())),
-            report.recovers(ENDS, 0.95).map_or("never".to_owned(), |at| format!("{} s", at - ENDS)),
+            report
+                .recovers(ENDS, 0.95)
+                .map_or_else(|| "never".to_owned(), |at| format!("{} s", at - ENDS)),
             report.amplification(BEGINS..ENDS),
             report.amplification(last.clone()),
             percent(report.waste(last)),

@@ -1,12 +1,12 @@
 use std::{sync::Arc, time::Duration};
 
 use carrick_call::{
-    Refusal, bulkhead::BulkheadOptions, outlier::OutlierConfig, queue::QueueOptions,
-    throttle::ThrottleConfig,
+    Refusal, breaker::BreakerOptions, bulkhead::BulkheadOptions, outlier::OutlierConfig,
+    queue::QueueOptions, throttle::ThrottleConfig,
 };
 use carrick_core::outcome::Outcome;
 use carrick_testkit::fleet::{
-    Client, Dice, Ended, Fleet, Guarded, Guards, Line, Naive, Next, Policy, Report, Sent,
+    Client, Dice, Ended, Fleet, Guarded, Guards, Line, Naive, Next, Policy, Report, Second, Sent,
     ServerOptions, Slowdown,
     metastable::{BEGINS, ENDS, LASTS, Stage},
 };
@@ -20,7 +20,10 @@ fn small() -> Fleet {
 }
 
 fn guards() -> Arc<Guards> {
+    let cool_down = Duration::from_millis(300);
+    let breaker = BreakerOptions { cool_down, min_calls: 5, ..BreakerOptions::default() };
     Arc::new(Guards {
+        breaker: Some(breaker.try_into().unwrap()),
         outlier: Some(OutlierConfig::default()),
         throttle: Some(ThrottleConfig::default()),
         ..Guards::default()
@@ -36,12 +39,14 @@ fn the_same_seed_gives_the_same_trace_to_the_byte() {
         bulkhead: Some(bulkhead.try_into().unwrap()),
         ..ServerOptions::default()
     };
-    let fleet = Fleet { rate: 25.0, server, ..small() };
+    let faults = vec![Slowdown { servers: 0..5, factor: 8.0, during: 4 * SECOND..8 * SECOND }];
+    let fleet = Fleet { rate: 15.0, server, faults, ..small() };
     let guards = guards();
     let run = |seed| fleet.traced(seed, |client| Guarded::new(client, &guards));
     let (report, trace) = run(3);
     assert!(trace.lines().count() as u64 == report.events && report.events > 10_000);
-    assert!(report.sum(0..13).shed > 0, "the fault must reach the policies");
+    let Second { shed, dropped, refused, .. } = report.sum(0..13);
+    assert!(shed > 0 && dropped > 0 && refused > 0, "the fault must reach every policy");
     assert_eq!(run(3), (report, trace.clone()));
     assert_ne!(run(4).1, trace);
 }
