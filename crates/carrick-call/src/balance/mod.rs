@@ -17,7 +17,6 @@
 
 mod config;
 mod core;
-#[cfg(not(carrick_loom))] // under loom tokio has no sockets
 pub mod discovery;
 mod endpoint;
 mod ewma;

@@ -1,6 +1,6 @@
 //! Which addresses are global, by the registries of special-purpose addresses.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use ::core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Why an address must not be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]

@@ -321,7 +321,10 @@ impl Walk {
             self.seen_all =
                 page.len() < PAGE || page.last().is_none_or(|l| l.record.seq >= self.end);
             self.after = page.last().map_or(self.after, |letter| letter.record.seq);
-            let selected = page.iter().filter(|letter| selects(select, letter));
+            let selected = page.iter().filter(|letter| {
+                let record = &letter.record;
+                select.takes(record.seq, record.key.as_deref(), &letter.cause)
+            });
             let selected = selected.map(|letter| letter.record.seq).filter(|seq| *seq <= self.end);
             self.found.extend(selected);
         }
@@ -331,15 +334,6 @@ impl Walk {
 }
 
 const PAGE: usize = 100;
-
-fn selects(select: &Select, letter: &DeadLetter) -> bool {
-    match select {
-        Select::Seqs(seqs) => seqs.contains(&letter.record.seq),
-        Select::Key(key) => letter.record.key.as_ref() == Some(key),
-        Select::Cause(text) => letter.cause.contains(text),
-        Select::All => true,
-    }
-}
 
 fn check_limit(limit: usize) -> Result<(), BrokerError> {
     if (1..=MAX_BATCH).contains(&limit) {

@@ -106,8 +106,8 @@ pub(crate) fn claim<S: Shelf>(
 }
 
 impl Select {
-    /// Whether an action is for a dead letter, or for a waiting head, which has no cause.
-    pub(crate) fn takes(&self, seq: Seq, key: Option<&str>, cause: &str) -> bool {
+    /// Whether an action is for a dead letter, or for a waiting head, whose cause is the empty text.
+    pub fn takes(&self, seq: Seq, key: Option<&str>, cause: &str) -> bool {
         match self {
             Self::Seqs(seqs) => seqs.contains(&seq),
             Self::Key(wanted) => key == Some(wanted),
