@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         note: "servers take 5 times as long",
         curves: vec![
             curve(Stage::Naive, "naive retries"),
-            curve(Stage::Carrick, "deadline, budget, breaker, short line"),
+            curve(Stage::Carrick, "deadline, budget, breaker, queue"),
         ],
     };
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures/metastable.svg");

@@ -46,6 +46,13 @@ pub struct QueueConfig {
     pub(super) options: QueueOptions,
 }
 
+impl QueueConfig {
+    /// What was written.
+    pub fn options(&self) -> &QueueOptions {
+        &self.options
+    }
+}
+
 impl TryFrom<QueueOptions> for QueueConfig {
     type Error = InvalidConfig;
 

@@ -4,7 +4,7 @@ use std::{collections::VecDeque, time::Duration};
 
 use tokio::time::Instant;
 
-use super::config::QueueOptions;
+use super::{QueueConfig, config::QueueOptions};
 use crate::bulkhead::Priority;
 
 const PRIORITIES: [Priority; 3] = [Priority::Critical, Priority::Default, Priority::Sheddable];
@@ -15,8 +15,20 @@ const WEIGHT: f64 = 0.1;
 /// The longest that anybody is asked to stay away.
 const LONGEST: Duration = Duration::from_secs(30);
 
+/// The line alone, without places: for whoever has places of their own, and time as an argument.
+///
+/// ```
+/// use std::time::Duration;
+/// use carrick_call::{bulkhead::Priority, queue::{Line, QueueConfig}};
+/// use tokio::time::Instant;
+///
+/// let (mut line, now) = (Line::new(&QueueConfig::default()), Instant::now());
+/// line.join(Priority::Default, now + Duration::from_secs(1), now, "a call").ok();
+/// assert_eq!(line.next_priority(now), Some(Priority::Default));
+/// assert_eq!(line.take(now), Some("a call"));
+/// ```
 #[derive(Debug)]
-pub(super) struct Line<T> {
+pub struct Line<T> {
     length: usize,
     target: Duration,
     interval: Duration,
@@ -46,7 +58,9 @@ fn rank(priority: Priority) -> usize {
 }
 
 impl<T> Line<T> {
-    pub(super) fn new(options: &QueueOptions) -> Self {
+    /// An empty line.
+    pub fn new(config: &QueueConfig) -> Self {
+        let options: &QueueOptions = &config.options;
         Self {
             length: options.length,
             target: options.target,
@@ -59,29 +73,37 @@ impl<T> Line<T> {
         }
     }
 
-    pub(super) fn len(&self) -> usize {
+    /// How many wait, those among them whose time is over and who were not let go of yet.
+    pub fn len(&self) -> usize {
         self.waiting.iter().map(VecDeque::len).sum()
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    /// Whether nobody waits.
+    pub fn is_empty(&self) -> bool {
         self.waiting.iter().all(VecDeque::is_empty)
     }
 
-    /// Joins the line; returns a number to leave by, and whom this pushed out.
-    pub(super) fn join(
+    /// Joins the line, until a time; returns a number to leave by, and whom this pushed out.
+    ///
+    /// # Errors
+    /// The item, if the line is full of others that are as important.
+    pub fn join(
         &mut self,
         priority: Priority,
         until: Instant,
         now: Instant,
         item: T,
-    ) -> Result<(u64, Option<T>), ()> {
+    ) -> Result<(u64, Option<T>), T> {
         let mut displaced = None;
         if self.len() >= self.length {
             self.expire(now);
         }
         if self.len() >= self.length {
             let lesser = (rank(priority) + 1..3).rev().find(|rank| !self.waiting[*rank].is_empty());
-            displaced = Some(self.waiting[lesser.ok_or(())?].pop_back().ok_or(())?.item);
+            let Some(gone) = lesser.and_then(|rank| self.waiting[rank].pop_back()) else {
+                return Err(item);
+            };
+            displaced = Some(gone.item);
         }
         let number = self.next_number;
         self.next_number += 1;
@@ -90,7 +112,7 @@ impl<T> Line<T> {
     }
 
     /// Leaves the line; who is not in it any more has left.
-    pub(super) fn leave(&mut self, number: u64) {
+    pub fn leave(&mut self, number: u64) {
         for line in &mut self.waiting {
             if let Some(place) = line.iter().position(|one| one.number == number) {
                 line.remove(place);
@@ -106,8 +128,8 @@ impl<T> Line<T> {
         }
     }
 
-    /// How important the next one is, if there is one.
-    pub(super) fn next_priority(&mut self, now: Instant) -> Option<Priority> {
+    /// Lets go of those whose time is over; says how important the next one is, if there is one.
+    pub fn next_priority(&mut self, now: Instant) -> Option<Priority> {
         self.expire(now);
         let first = self.waiting.iter().position(|line| !line.is_empty())?;
         if self.is_empty() {
@@ -116,8 +138,9 @@ impl<T> Line<T> {
         Some(PRIORITIES[first])
     }
 
-    /// The next one: the first to come, or while the line is slow the last.
-    pub(super) fn take(&mut self, now: Instant) -> Option<T> {
+    /// The next one: the first to come, or while the line is slow the last. Ask for its
+    /// [priority](Self::next_priority) first.
+    pub fn take(&mut self, now: Instant) -> Option<T> {
         let is_slow = self
             .slow_since
             .is_some_and(|since| now.saturating_duration_since(since) >= self.interval);
@@ -139,7 +162,7 @@ impl<T> Line<T> {
     }
 
     /// How long the line takes to empty, times `factor`.
-    pub(super) fn time_to_come_back(&self, factor: f64) -> Duration {
+    pub fn time_to_come_back(&self, factor: f64) -> Duration {
         let pace = self.pace.unwrap_or(0.1).clamp(0.0001, 10.0);
         let seconds = pace * (self.len() + 1) as f64 * factor;
         Duration::from_secs_f64(seconds).min(LONGEST)
@@ -159,7 +182,7 @@ mod tests {
             steps in prop::collection::vec((0..4_u8, 0..3_usize, 1..300_u64), 1..200),
         ) {
             let options = QueueOptions { length: 8, ..QueueOptions::default() };
-            let mut line = Line::new(&options);
+            let mut line = Line::new(&options.try_into().unwrap());
             let mut model: Vec<(u64, usize, Instant)> = Vec::new();
             let mut now = Instant::now();
             let mut item = 0_u64;
@@ -205,7 +228,7 @@ mod tests {
     #[test]
     fn how_long_to_stay_away_follows_how_fast_the_line_moves() {
         let options = QueueOptions { length: 100, ..QueueOptions::default() };
-        let mut line = Line::new(&options);
+        let mut line = Line::new(&options.try_into().unwrap());
         let mut now = Instant::now();
         for n in 0..100 {
             line.join(Priority::Default, now + LONGEST, now, n).unwrap();

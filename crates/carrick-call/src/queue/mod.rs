@@ -34,9 +34,9 @@ use tokio::{
     time::{Instant, Sleep, sleep_until},
 };
 
-use self::core::Line;
 pub use self::{
     config::{QueueConfig, QueueOptions},
+    core::Line,
     layer::{QueueFuture, QueueLayer, QueueService},
 };
 use crate::{
@@ -80,10 +80,9 @@ impl Queue {
     /// A line before a bulkhead; `name` labels its metrics.
     pub fn new(name: &str, config: QueueConfig, bulkhead: Bulkhead) -> Self {
         let refused = |why: &'static str| counter!("carrick_queue_refused_total", "name" => name.to_owned(), "why" => why);
-        let options = config.options;
         Self(Arc::new(Inner {
-            line: Mutex::new(Line::new(&options)),
-            options,
+            line: Mutex::new(Line::new(&config)),
+            options: config.options,
             bulkhead,
             full: refused("full"),
             late: refused("late"),
@@ -115,7 +114,7 @@ impl Queue {
         let joined = {
             let mut line = self.0.line.lock();
             let joined = line.join(priority, until, now, admit);
-            joined.map_err(|()| line.time_to_come_back(rand::rng().random_range(1.0..=1.2)))
+            joined.map_err(|_| line.time_to_come_back(rand::rng().random_range(1.0..=1.2)))
         };
         let number = match joined {
             Ok((number, displaced)) => {

@@ -9,6 +9,7 @@ use carrick_call::{
     budget::{Budget, BudgetConfig, Deposit, Paid},
     outlier::{Detector, OutlierConfig, Verdict},
     retry::{Attempt, Decision, Repeat, RetryConfig, decide},
+    throttle::{self, Throttle, ThrottleConfig},
 };
 use carrick_core::{deadline::Deadline, outcome::Outcome};
 use tokio::time::Instant;
@@ -29,6 +30,8 @@ pub struct Guards {
     pub budget: Option<BudgetConfig>,
     /// The circuit.
     pub breaker: Option<BreakerConfig>,
+    /// Asks less of servers that refuse. Default none.
+    pub throttle: Option<ThrottleConfig>,
     /// How a host is chosen.
     pub balance: BalanceConfig,
     /// Which hosts are left out.
@@ -43,19 +46,21 @@ impl Default for Guards {
             retry: RetryConfig::default(),
             budget: Some(BudgetConfig::default()),
             breaker: Some(BreakerConfig::default()),
+            throttle: None,
             balance: BalanceConfig::default(),
             outlier: None,
         }
     }
 }
 
-/// A client whose calls go through deadline, retry with budget, balancer and breaker: the decisions
-/// are those of the cores, and their order is that of [`carrick_call::stack`].
+/// A client whose calls go through deadline, retry with budget, balancer, throttle and breaker: the
+/// decisions are those of the cores, and their order is that of [`carrick_call::stack`].
 #[derive(Debug)]
 pub struct Guarded {
     guards: Arc<Guards>,
     budget: Option<Budget>,
     breaker: Option<Breaker>,
+    throttle: Option<Throttle>,
     balancer: Balancer<usize>,
 }
 
@@ -66,10 +71,20 @@ pub struct GuardedCall {
     n: u32,
     backoff: u32,
     avoid: Option<Arc<Host<usize>>>,
-    open: Option<(Pick<usize>, Option<Ticket>)>,
+    open: Option<Open>,
     deposit: Option<Deposit>,
     paid: Option<Paid>,
 }
+
+/// What an attempt holds.
+#[derive(Debug)]
+struct Open {
+    pick: Pick<usize>,
+    throttle: Option<throttle::Permit>,
+    breaker: Option<Ticket>,
+}
+
+const DAY: Duration = Duration::from_secs(86_400);
 
 const LATE: Refusal = Refusal::new(Who::Deadline, "too little time is left");
 
@@ -86,11 +101,29 @@ impl Guarded {
         Self {
             budget: guards.budget.clone().map(|config| Budget::new("fleet", config)),
             breaker: guards.breaker.clone().map(breaker),
+            throttle: guards.throttle.clone().map(|config| Throttle::new("fleet", config)),
             guards: Arc::clone(guards),
             balancer,
         }
     }
+
+    /// Asks those that may refuse, the throttle before the circuit: it holds nothing.
+    fn admit(&self, now: Instant, dice: &mut Dice) -> Result<Permits, Refusal> {
+        let throttle = self.throttle.as_ref().map(|throttle| throttle.admit(now, dice));
+        let throttle = throttle.transpose()?;
+        match self.breaker.as_ref().map(|breaker| breaker.enter(now)).transpose() {
+            Ok(ticket) => Ok((throttle, ticket)),
+            Err(refusal) => {
+                if let Some(permit) = throttle {
+                    permit.settle(Outcome::Rejected, now);
+                }
+                Err(refusal)
+            }
+        }
+    }
 }
+
+type Permits = (Option<throttle::Permit>, Option<Ticket>);
 
 impl Policy for Guarded {
     type Call = GuardedCall;
@@ -119,8 +152,8 @@ impl Policy for Guarded {
             return Err(LATE);
         }
         let pick = self.balancer.pick(now, dice, call.avoid.as_deref())?;
-        let ticket = match self.breaker.as_ref().map(|breaker| breaker.enter(now)).transpose() {
-            Ok(ticket) => ticket,
+        let (throttle, breaker) = match self.admit(now, dice) {
+            Ok(permits) => permits,
             Err(refusal) => {
                 pick.settle(Verdict::local(Outcome::Rejected), Duration::ZERO, now);
                 return Err(refusal);
@@ -137,7 +170,7 @@ impl Policy for Guarded {
             None => *per_try_timeout,
         };
         let host = *pick.host().value();
-        call.open = Some((pick, ticket));
+        call.open = Some(Open { pick, throttle, breaker });
         Ok(Sent { host, patience, deadline: left.map(|_| now + patience) })
     }
 
@@ -149,9 +182,12 @@ impl Policy for Guarded {
         dice: &mut Dice,
     ) -> Next {
         let Ended { outcome, timed_out, elapsed } = ended;
-        if let Some((pick, ticket)) = call.open.take() {
-            if let Some((breaker, ticket)) = self.breaker.as_ref().zip(ticket) {
-                breaker.leave(ticket, Some((outcome, elapsed)), now);
+        if let Some(Open { pick, throttle, breaker }) = call.open.take() {
+            if let Some((circuit, ticket)) = self.breaker.as_ref().zip(breaker) {
+                circuit.leave(ticket, Some((outcome, elapsed)), now);
+            }
+            if let Some(permit) = throttle {
+                permit.settle(outcome, now);
             }
             let verdict = if timed_out { Verdict::local(outcome) } else { Verdict::peer(outcome) };
             call.avoid = Some(Arc::clone(pick.host()));
@@ -174,9 +210,7 @@ impl Policy for Guarded {
             pushback: None,
             backoff: call.backoff,
             // Without one, a day is as good as none.
-            deadline: call
-                .deadline
-                .unwrap_or_else(|| Deadline::at(now + Duration::from_secs(86_400))),
+            deadline: call.deadline.unwrap_or_else(|| Deadline::at(now + DAY)),
         };
         let withdraw = || match &self.budget {
             Some(budget) => budget.withdraw(now).map(Some),

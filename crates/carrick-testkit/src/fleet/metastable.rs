@@ -12,16 +12,17 @@ use std::{sync::Arc, time::Duration};
 use carrick_call::{
     breaker::{BreakerConfig, BreakerOptions},
     budget::{BudgetConfig, BudgetOptions},
+    queue::QueueConfig,
 };
 
 use super::{Fleet, Guarded, Guards, Line, Naive, Report, ServerOptions, Slowdown};
 
 /// The second in which the slowdown begins.
-pub const BEGINS: usize = 30;
+pub const BEGINS: usize = 20;
 /// The second in which it is over.
-pub const ENDS: usize = 60;
+pub const ENDS: usize = 50;
 /// How many seconds there are.
-pub const LASTS: usize = 150;
+pub const LASTS: usize = 120;
 /// How many times as long servers take meanwhile.
 pub const FACTOR: f64 = 5.0;
 
@@ -38,7 +39,7 @@ pub enum Stage {
     Budget,
     /// The same, and a breaker.
     Breaker,
-    /// The same, and servers with a short line that drop what is too late: all of it.
+    /// The same, and servers with a queue that minds the time: all of it.
     Carrick,
 }
 
@@ -61,7 +62,7 @@ impl Stage {
             Self::Deadline => "deadline, jitter",
             Self::Budget => "deadline, jitter, budget",
             Self::Breaker => "deadline, jitter, budget, breaker",
-            Self::Carrick => "all, and a short line that drops what is late",
+            Self::Carrick => "deadline, jitter, budget, breaker, queue",
         }
     }
 
@@ -89,10 +90,10 @@ impl Stage {
     pub fn fleet(self) -> Fleet {
         let secs = |second: usize| Duration::from_secs(second as u64);
         let line = match self {
-            Self::Naive | Self::Deadline | Self::Budget | Self::Breaker => Line::endless(),
+            Self::Naive | Self::Deadline | Self::Budget | Self::Breaker => Line::Endless,
             // One for each worker: even while work takes 400 ms, nobody waits for longer than that.
-            Self::NaiveWithLine => Line { most: 4, drop_below: None },
-            Self::Carrick => Line::bounded(4, Duration::from_millis(50)),
+            Self::NaiveWithLine => Line::Short(4),
+            Self::Carrick => Line::Queue(QueueConfig::default()),
         };
         let servers = 40;
         Fleet {

@@ -1,8 +1,15 @@
 //! A server: workers, and a line before them.
 
-use std::{collections::VecDeque, fmt, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    fmt,
+    time::Duration,
+};
 
-use carrick_call::bulkhead::{Bulkhead, BulkheadConfig, Priority, Ticket};
+use carrick_call::{
+    bulkhead::{Bulkhead, BulkheadConfig, Priority, Ticket},
+    queue::{self, QueueConfig},
+};
 use carrick_core::outcome::Outcome;
 use rand::RngExt;
 use tokio::time::Instant;
@@ -17,7 +24,7 @@ pub struct ServerOptions {
     /// Mean time that a call takes. Half is always needed, the other half is exponential. Default
     /// 50 ms.
     pub service: Duration,
-    /// Where calls wait for a worker.
+    /// Where calls wait for a worker. Default endless.
     pub line: Line,
     /// A bulkhead on the way in, with places for calls in line and in work. Default none.
     pub bulkhead: Option<BulkheadConfig>,
@@ -25,32 +32,20 @@ pub struct ServerOptions {
 
 impl Default for ServerOptions {
     fn default() -> Self {
-        let service = Duration::from_millis(50);
-        Self { workers: 4, service, line: Line::endless(), bulkhead: None }
+        Self { workers: 4, service: Duration::from_millis(50), line: Line::Endless, bulkhead: None }
     }
 }
 
-/// Where calls wait for a worker: first come, first served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Line {
-    /// Calls that may wait; more are refused.
-    pub most: usize,
-    /// With less left than this, a call is dropped when its turn comes; `None` works on it even if
-    /// nobody waits for the answer any more. Needs clients that tell their deadline.
-    pub drop_below: Option<Duration>,
-}
-
-impl Line {
-    /// What a server has that nobody thought of: whatever comes waits, however long. (A million is
-    /// where a real one would run out of memory.)
-    pub fn endless() -> Self {
-        Self { most: 1_000_000, drop_below: None }
-    }
-
-    /// A line of so many that drops what is due within `drop_below`.
-    pub fn bounded(most: usize, drop_below: Duration) -> Self {
-        Self { most, drop_below: Some(drop_below) }
-    }
+/// Where calls wait for a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Line {
+    /// What a server has that nobody thought of: whatever comes waits, and has its turn, however late.
+    /// (A million is where a real one would run out of memory.)
+    Endless,
+    /// So many wait and more are refused; first come, first served, however late.
+    Short(usize),
+    /// The line of [`carrick_call::queue`]. Needs clients that tell their deadline.
+    Queue(QueueConfig),
 }
 
 /// An attempt, as a server sees it.
@@ -70,14 +65,6 @@ pub(super) struct Taken {
     ticket: Option<Ticket>,
 }
 
-/// What a free worker finds in line.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Turn {
-    Work(Taken),
-    /// Its time is over; the worker is still free.
-    TooLate(Job),
-}
-
 /// By its number alone: moments differ from run to run, and a trace must not.
 impl fmt::Debug for Job {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -91,60 +78,129 @@ impl fmt::Debug for Taken {
     }
 }
 
+/// A place in a line that somebody leaves at a time, unless it was their turn before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) number: u64,
+    pub(super) until: Instant,
+}
+
 #[derive(Debug)]
 pub(super) struct Server {
     workers: usize,
     service: Duration,
-    line: Line,
+    line: Waiting,
     bulkhead: Option<Bulkhead>,
     busy: usize,
-    waiting: VecDeque<Taken>,
+}
+
+#[derive(Debug)]
+enum Waiting {
+    Plain {
+        most: usize,
+        jobs: VecDeque<Taken>,
+    },
+    /// The line holds numbers of its own; who is not in `jobs` any more has left.
+    Queue {
+        line: queue::Line<u64>,
+        longest: Duration,
+        jobs: BTreeMap<u64, Taken>,
+        next: u64,
+    },
 }
 
 impl Server {
     pub(super) fn new(options: &ServerOptions) -> Self {
-        let ServerOptions { workers, service, line, ref bulkhead } = *options;
+        let ServerOptions { workers, service, ref line, ref bulkhead } = *options;
+        let plain = |most| Waiting::Plain { most, jobs: VecDeque::new() };
+        let line = match line {
+            Line::Endless => plain(1_000_000),
+            Line::Short(most) => plain(*most),
+            Line::Queue(config) => Waiting::Queue {
+                line: queue::Line::new(config),
+                longest: config.options().max_wait,
+                jobs: BTreeMap::new(),
+                next: 0,
+            },
+        };
         let bulkhead = bulkhead.clone().map(|config| Bulkhead::new("fleet", config));
-        let workers = workers.max(1);
-        Self { workers, service, line, bulkhead, busy: 0, waiting: VecDeque::new() }
+        Self { workers: workers.max(1), service, line, bulkhead, busy: 0 }
     }
 
-    /// Puts a job in line, or refuses it with the time after which there may be room.
-    pub(super) fn arrive(&mut self, job: Job, now: Instant) -> Result<(), Duration> {
-        if self.waiting.len() >= self.line.most {
-            return Err(self.drains_in());
-        }
+    /// Puts a job in line, with the place that it leaves by itself, if it does; or refuses it with the
+    /// time after which there may be room.
+    pub(super) fn arrive(&mut self, job: Job, now: Instant) -> Result<Option<Place>, Duration> {
         let enter = |bulkhead: &Bulkhead| bulkhead.enter(Priority::Default);
-        let ticket = self.bulkhead.as_ref().map(enter).transpose().map_err(|_| self.drains_in())?;
-        self.waiting.push_back(Taken { job, since: now, ticket });
-        Ok(())
+        let Ok(ticket) = self.bulkhead.as_ref().map(enter).transpose() else {
+            return Err(self.drains_in());
+        };
+        let taken = Taken { job, since: now, ticket };
+        match &mut self.line {
+            Waiting::Plain { most, jobs } if jobs.len() < *most => {
+                jobs.push_back(taken);
+                Ok(None)
+            }
+            Waiting::Plain { .. } => {
+                self.give_back(taken, None, now);
+                Err(self.drains_in())
+            }
+            Waiting::Queue { line, longest, jobs, next } => {
+                let until = now + *longest;
+                let until = job.deadline.map_or(until, |deadline| deadline.min(until));
+                match line.join(Priority::Default, until, now, *next) {
+                    // All are as important as each other, so that nobody is displaced.
+                    Ok(_) => {
+                        jobs.insert(*next, taken);
+                        *next += 1;
+                        Ok(Some(Place { number: *next - 1, until }))
+                    }
+                    Err(_) => {
+                        let after = line.time_to_come_back(1.0);
+                        self.give_back(taken, None, now);
+                        Err(after)
+                    }
+                }
+            }
+        }
     }
 
-    /// What a free worker does next; `None` if none is free or nobody waits.
-    pub(super) fn turn(&mut self, now: Instant) -> Option<Turn> {
+    /// What a free worker begins now; `None` if none is free or nobody waits.
+    pub(super) fn turn(&mut self, now: Instant) -> Option<Taken> {
         if self.busy >= self.workers {
             return None;
         }
-        let taken = self.waiting.pop_front()?;
-        let left = taken.job.deadline.map(|deadline| deadline.saturating_duration_since(now));
-        if self.line.drop_below.zip(left).is_some_and(|(least, left)| left < least) {
-            self.give_back(taken, Outcome::Expired, now);
-            return Some(Turn::TooLate(taken.job));
-        }
+        let taken = match &mut self.line {
+            Waiting::Plain { jobs, .. } => jobs.pop_front()?,
+            Waiting::Queue { line, jobs, .. } => {
+                line.next_priority(now)?;
+                let number = line.take(now)?;
+                jobs.remove(&number)?
+            }
+        };
         self.busy += 1;
-        Some(Turn::Work(taken))
+        Some(taken)
+    }
+
+    /// The time of a place is over: returns who still had it, and when to come back.
+    pub(super) fn leave(&mut self, number: u64, now: Instant) -> Option<(Job, Duration)> {
+        let Waiting::Queue { line, jobs, .. } = &mut self.line else { return None };
+        let taken = jobs.remove(&number)?;
+        line.next_priority(now); // lets go of those whose time is over
+        let after = line.time_to_come_back(1.0);
+        self.give_back(taken, Some(Outcome::Expired), now);
+        Some((taken.job, after))
     }
 
     /// Ends work that [`Server::turn`] began.
     pub(super) fn done(&mut self, taken: Taken, now: Instant) {
         self.busy -= 1;
-        self.give_back(taken, Outcome::Success, now);
+        self.give_back(taken, Some(Outcome::Success), now);
     }
 
-    fn give_back(&self, taken: Taken, outcome: Outcome, now: Instant) {
+    fn give_back(&self, taken: Taken, outcome: Option<Outcome>, now: Instant) {
         if let Some((bulkhead, ticket)) = self.bulkhead.as_ref().zip(taken.ticket) {
             let elapsed = now.saturating_duration_since(taken.since);
-            bulkhead.leave(ticket, Some((outcome, elapsed)), now);
+            bulkhead.leave(ticket, outcome.map(|outcome| (outcome, elapsed)), now);
         }
     }
 
@@ -156,7 +212,11 @@ impl Server {
     }
 
     fn drains_in(&self) -> Duration {
-        let jobs = u32::try_from(self.waiting.len()).unwrap_or(u32::MAX);
+        let jobs = match &self.line {
+            Waiting::Plain { jobs, .. } => jobs.len(),
+            Waiting::Queue { line, .. } => return line.time_to_come_back(1.0),
+        };
+        let jobs = u32::try_from(jobs).unwrap_or(u32::MAX);
         let workers = u32::try_from(self.workers).unwrap_or(u32::MAX);
         self.service.saturating_mul(jobs) / workers
     }
@@ -182,27 +242,29 @@ mod tests {
 
     #[test]
     fn a_full_line_refuses_and_says_when_there_may_be_room() {
-        let line = Line::bounded(2, Duration::ZERO);
+        let line = Line::Short(2);
         let options = ServerOptions { workers: 1, service: SECOND, line, bulkhead: None };
         let (mut server, now) = (Server::new(&options), Instant::now());
         assert!(server.arrive(job(0, None), now).is_ok());
-        assert!(matches!(server.turn(now), Some(Turn::Work(_))));
-        assert!(
-            server.arrive(job(1, None), now).is_ok() && server.arrive(job(2, None), now).is_ok()
-        );
-        assert_eq!(server.arrive(job(3, None), now), Err(2 * SECOND));
+        assert!(server.turn(now).is_some());
+        assert!(server.arrive(job(1, None), now).is_ok());
+        assert!(server.arrive(job(2, None), now).is_ok());
+        assert_eq!(server.arrive(job(3, None), now).unwrap_err(), 2 * SECOND);
         assert!(server.turn(now).is_none(), "its only worker is busy");
     }
 
     #[test]
     fn work_that_nobody_waits_for_is_dropped_only_by_a_line_that_minds() {
         let (now, later) = (Instant::now(), Instant::now() + SECOND);
-        for (line, drops) in [(Line::bounded(9, SECOND / 10), true), (Line::endless(), false)] {
+        let queue = || Line::Queue(QueueConfig::default());
+        for (line, drops) in [(queue(), true), (Line::Endless, false), (Line::Short(9), false)] {
             let options = ServerOptions { line, ..ServerOptions::default() };
             let mut server = Server::new(&options);
-            server.arrive(job(0, Some(now + SECOND)), now).unwrap();
-            let turn = server.turn(later).unwrap();
-            assert_eq!(matches!(turn, Turn::TooLate(_)), drops, "{turn:?}");
+            let place = server.arrive(job(0, Some(now + SECOND / 9)), now).unwrap();
+            assert_eq!(place.map(|place| place.until), drops.then_some(now + SECOND / 9));
+            assert_eq!(server.turn(later).is_none(), drops);
+            let left = place.and_then(|place| server.leave(place.number, later));
+            assert_eq!(left.is_some(), drops, "it is told once, and only if it waits");
         }
     }
 
@@ -210,15 +272,18 @@ mod tests {
     fn a_bulkhead_has_places_for_line_and_work_and_all_come_back() {
         let options = carrick_call::bulkhead::BulkheadOptions { max: 2, ..Default::default() };
         let bulkhead = Some(options.try_into().unwrap());
-        let options = ServerOptions { workers: 1, bulkhead, ..ServerOptions::default() };
-        let (mut server, now) = (Server::new(&options), Instant::now());
-        server.arrive(job(0, None), now).unwrap();
-        server.arrive(job(1, None), now).unwrap();
-        assert!(server.arrive(job(2, None), now).is_err());
-        while let Some(Turn::Work(taken)) = server.turn(now) {
-            server.done(taken, now);
+        for line in [Line::Short(1), Line::Endless, Line::Queue(QueueConfig::default())] {
+            let bulkhead = bulkhead.clone();
+            let options = ServerOptions { workers: 1, line, bulkhead, ..ServerOptions::default() };
+            let (mut server, now) = (Server::new(&options), Instant::now());
+            let room = |server: &mut Server| server.arrive(job(0, None), now).is_ok();
+            let let_in = (0..9).filter(|_| room(&mut server)).count();
+            assert_eq!(let_in, if options.line == Line::Short(1) { 1 } else { 2 });
+            while let Some(taken) = server.turn(now) {
+                server.done(taken, now);
+            }
+            assert_eq!(server.bulkhead.unwrap().in_flight(), 0);
         }
-        assert_eq!(server.bulkhead.unwrap().in_flight(), 0);
     }
 
     #[test]

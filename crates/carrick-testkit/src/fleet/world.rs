@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::{
     Client, Dice, Ended, Fleet, Next, Policy, Report, Second, Sent,
     agenda::Agenda,
-    server::{Job, Server, Taken, Turn, exponential},
+    server::{Job, Server, Taken, exponential},
 };
 
 /// How long calls of the last second are watched.
@@ -33,6 +33,8 @@ pub(super) enum Event {
     Again { call: u32 },
     /// An attempt reaches its server.
     Reaches { host: usize, job: Job },
+    /// Whoever waits in this place of a line has waited for too long.
+    Late { host: usize, number: u64 },
     /// A server has finished work.
     Worked { host: usize, taken: Taken },
     /// An answer reaches the client.
@@ -130,14 +132,12 @@ impl<'a, P: Policy> World<'a, P> {
         match event {
             Event::Call { client } => self.call(client, at),
             Event::Again { call } => self.send(call, at),
-            Event::Reaches { host, job } => {
+            Event::Reaches { host, job } => self.reach(host, job, at),
+            Event::Late { host, number } => {
                 let now = self.moment(at);
-                match self.servers[host].0.arrive(job, now) {
-                    Ok(()) => self.work(host, at),
-                    Err(after) => {
-                        self.second(at).shed += 1;
-                        self.answer(job, Outcome::Overload { retry_after: Some(after) }, at);
-                    }
+                if let Some((job, after)) = self.servers[host].0.leave(number, now) {
+                    self.second(at).dropped += 1;
+                    self.answer(job, Outcome::Overload { retry_after: Some(after) }, at);
                 }
             }
             Event::Worked { host, taken } => {
@@ -197,22 +197,32 @@ impl<'a, P: Policy> World<'a, P> {
         self.agenda.add(until, Event::Timeout { call: number, n: job.n });
     }
 
+    fn reach(&mut self, host: usize, job: Job, at: u64) {
+        let now = self.moment(at);
+        match self.servers[host].0.arrive(job, now) {
+            Ok(place) => {
+                self.work(host, at);
+                if let Some(place) = place {
+                    let until =
+                        at.saturating_add(nanos(place.until.saturating_duration_since(now)));
+                    self.agenda.add(until, Event::Late { host, number: place.number });
+                }
+            }
+            Err(after) => {
+                self.second(at).shed += 1;
+                self.answer(job, Outcome::Overload { retry_after: Some(after) }, at);
+            }
+        }
+    }
+
     /// Gives work to whoever is free.
     fn work(&mut self, host: usize, at: u64) {
         let now = self.moment(at);
         let factor = self.factor(host, at);
-        while let Some(turn) = self.servers[host].0.turn(now) {
-            match turn {
-                Turn::Work(taken) => {
-                    let (server, dice) = &mut self.servers[host];
-                    let done = at.saturating_add(nanos(server.takes(factor, dice)));
-                    self.agenda.add(done, Event::Worked { host, taken });
-                }
-                Turn::TooLate(job) => {
-                    self.second(at).dropped += 1;
-                    self.answer(job, Outcome::Expired, at);
-                }
-            }
+        let (server, dice) = &mut self.servers[host];
+        while let Some(taken) = server.turn(now) {
+            let done = at.saturating_add(nanos(server.takes(factor, dice)));
+            self.agenda.add(done, Event::Worked { host, taken });
         }
     }
 

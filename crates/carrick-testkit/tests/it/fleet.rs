@@ -1,9 +1,12 @@
 use std::{sync::Arc, time::Duration};
 
-use carrick_call::{Refusal, bulkhead::BulkheadOptions, outlier::OutlierConfig};
+use carrick_call::{
+    Refusal, breaker::BreakerOptions, bulkhead::BulkheadOptions, outlier::OutlierConfig,
+    queue::QueueOptions, throttle::ThrottleConfig,
+};
 use carrick_core::outcome::Outcome;
 use carrick_testkit::fleet::{
-    Client, Dice, Ended, Fleet, Guarded, Guards, Line, Naive, Next, Policy, Report, Sent,
+    Client, Dice, Ended, Fleet, Guarded, Guards, Line, Naive, Next, Policy, Report, Second, Sent,
     ServerOptions, Slowdown,
     metastable::{BEGINS, ENDS, LASTS, Stage},
 };
@@ -17,23 +20,33 @@ fn small() -> Fleet {
 }
 
 fn guards() -> Arc<Guards> {
-    Arc::new(Guards { outlier: Some(OutlierConfig::default()), ..Guards::default() })
+    let cool_down = Duration::from_millis(300);
+    let breaker = BreakerOptions { cool_down, min_calls: 5, ..BreakerOptions::default() };
+    Arc::new(Guards {
+        breaker: Some(breaker.try_into().unwrap()),
+        outlier: Some(OutlierConfig::default()),
+        throttle: Some(ThrottleConfig::default()),
+        ..Guards::default()
+    })
 }
 
 #[test]
 fn the_same_seed_gives_the_same_trace_to_the_byte() {
     let bulkhead = BulkheadOptions { max: 12, ..BulkheadOptions::default() };
+    let queue = QueueOptions { length: 7, ..QueueOptions::default() };
     let server = ServerOptions {
-        line: Line::bounded(9, SECOND / 20),
+        line: Line::Queue(queue.try_into().unwrap()),
         bulkhead: Some(bulkhead.try_into().unwrap()),
         ..ServerOptions::default()
     };
-    let fleet = Fleet { rate: 25.0, server, ..small() };
+    let faults = vec![Slowdown { servers: 0..5, factor: 8.0, during: 4 * SECOND..8 * SECOND }];
+    let fleet = Fleet { rate: 15.0, server, faults, ..small() };
     let guards = guards();
     let run = |seed| fleet.traced(seed, |client| Guarded::new(client, &guards));
     let (report, trace) = run(3);
     assert!(trace.lines().count() as u64 == report.events && report.events > 10_000);
-    assert!(report.sum(0..13).shed > 0, "the fault must reach the policies");
+    let Second { shed, dropped, refused, .. } = report.sum(0..13);
+    assert!(shed > 0 && dropped > 0 && refused > 0, "the fault must reach every policy");
     assert_eq!(run(3), (report, trace.clone()));
     assert_ne!(run(4).1, trace);
 }
@@ -68,7 +81,7 @@ fn servers_that_are_asked_for_twice_what_they_can_do_what_they_can() {
     let report = fleet.run(1, patient);
     let worked = f64::from(report.sum(10..60).worked) / 50.0;
     assert!((worked - 160.0).abs() < 5.0, "{worked} a second");
-    let line = Line { most: 4, drop_below: None };
+    let line = Line::Short(4);
     let fleet = Fleet { server: ServerOptions { line, ..ServerOptions::default() }, ..fleet };
     let goodput = fleet.run(1, patient).goodput(10..60);
     assert!((0.45..0.55).contains(&goodput), "{goodput}");
