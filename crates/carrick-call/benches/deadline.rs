@@ -145,7 +145,7 @@ fn layers(c: &mut Criterion) {
         });
         group.bench_function("tokio", |b| {
             let service = TimeoutLayer::new(SPAN).layer(bare);
-            b.iter_custom(|calls| runtime.block_on(run(service, calls, false)));
+            b.iter_custom(|calls| runtime.block_on(run(service.clone(), calls, false)));
         });
         group.bench_function("ours_client", |b| {
             let service = DeadlineLayer::new("bench", ClientDeadlineConfig::default()).layer(bare);
