@@ -156,13 +156,14 @@ impl<T> Partial<T> {
 /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let deadline = Deadline::at(tokio::time::Instant::now() + Duration::from_secs(1));
-/// let found = scatter([1, 2, 3], &ScatterConfig::default(), deadline, async |shard| {
+/// let config = ScatterConfig::default();
+/// let found = scatter([1, 2, 3], &config, deadline, async |shard| {
 ///     if shard == 2 {
 ///         std::future::pending::<()>().await; // it hangs
 ///     }
 ///     Ok::<_, CallError<std::io::Error>>(Shard::Value(shard * 10))
-/// });
-/// let found = found.await;
+/// })
+/// .await;
 /// assert!(found.clone().complete().is_err());
 /// assert_eq!(found.quorum(2, &[0])?, [10, 30]);
 /// # Ok(())
