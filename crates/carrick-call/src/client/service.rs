@@ -104,6 +104,12 @@ impl Classify<Answer, TransportError> for Judge {
                 Outcome::Success
             }
             Ok(answer) => Http::verdict(answer, SystemClock.wall()),
+            // What must not be reached must not be reached the next time either.
+            Err(TransportError::Connect { source, .. })
+                if source.kind() == std::io::ErrorKind::PermissionDenied =>
+            {
+                Outcome::Permanent
+            }
             Err(_) => Outcome::Transient,
         }
     }

@@ -14,6 +14,7 @@ use carrick_call::{
     CallError, Policy,
     breaker::State,
     client::{AnswerError, Client, DependencyConfig, DependencyOptions, tls_config},
+    egress::{EgressConfig, EgressOptions, Guarded},
     explain::Explain,
     hedge::HedgeOptions,
     retry::{ATTEMPT, RETRIED},
@@ -424,4 +425,21 @@ async fn resty_1197_failsafe_go_65_ten_hedged_megabytes_arrive_whole() {
         assert!(calls.load(Ordering::SeqCst) >= 35, "some were made twice");
         assert_eq!(client.bulkhead().in_flight(), 0);
     }
+}
+
+#[tokio::test]
+async fn an_address_that_must_not_be_reached_is_not_tried_again() {
+    let server = Server::start(|_| async { answer(200, "x") }).await;
+    let options = DependencyOptions { url: format!("http://{}", server.address), ..options(&[]) };
+    let config = DependencyConfig::new("test", options).unwrap();
+    let guarded = Guarded::new(
+        EgressConfig::try_from(EgressOptions { ports: Vec::new(), ..EgressOptions::default() })
+            .unwrap(),
+    );
+    let client = Client::builder(config).dial(Arc::new(guarded)).build().unwrap();
+    let explain = Explain::new(Instant::now());
+    let mut request = get("/");
+    request.extensions_mut().insert(explain.clone());
+    assert!(matches!(client.call(request).await, Err(CallError::Inner(_))));
+    assert_eq!((explain.attempts().len(), server.connections()), (1, 0));
 }
