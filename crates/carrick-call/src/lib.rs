@@ -13,6 +13,7 @@ pub mod classify;
 #[cfg(feature = "client")]
 pub mod client;
 pub mod deadline;
+mod early;
 pub mod egress;
 pub mod error;
 pub mod explain;
@@ -24,6 +25,7 @@ pub mod outlier;
 pub mod queue;
 pub mod retry;
 pub mod scatter;
+pub mod server;
 pub mod stack;
 pub mod throttle;
 

@@ -1,6 +1,6 @@
 //! Trace context: W3C `traceparent` and `tracestate`.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::OnceLock};
 
 use rand::Rng;
 
@@ -116,6 +116,22 @@ impl TraceContext {
     pub fn state(&self) -> Option<&str> {
         self.state.as_deref()
     }
+}
+
+/// Tells the span that is being recorded around its caller.
+pub type Recorder = fn() -> Option<TraceContext>;
+
+static RECORDER: OnceLock<Recorder> = OnceLock::new();
+
+/// Names who records spans in this process, so that what is sent on continues the span that a collector
+/// gets, and not one that nobody has seen. Only the first call counts; it is told whether it was that.
+pub fn set_recorder(recorder: Recorder) -> bool {
+    RECORDER.set(recorder).is_ok()
+}
+
+/// The span that is being recorded around the caller; `None` where nobody records.
+pub fn recorded() -> Option<TraceContext> {
+    RECORDER.get().and_then(|recorder| recorder())
 }
 
 /// Ids of zero mean "none".

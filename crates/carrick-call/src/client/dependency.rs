@@ -189,17 +189,14 @@ impl DependencyConfig {
         );
         let retry = RetryOptions { max_attempts: max_attempts.clamp(1, 20), ..retry };
         let outlier_options = outlier.clone();
-        let mut nest = |table: &str, fault: InvalidConfig| faults.nest(table, fault);
-        let retry = RetryConfig::try_from(retry).map_err(|fault| nest("retry", fault)).ok();
-        let budget = BudgetConfig::try_from(budget).map_err(|fault| nest("budget", fault)).ok();
-        let breaker = BreakerConfig::try_from(breaker).map_err(|fault| nest("breaker", fault)).ok();
-        let outlier = OutlierConfig::try_from(outlier).map_err(|fault| nest("outlier", fault)).ok();
-        let balance = BalanceConfig::try_from(balance).map_err(|fault| nest("balance", fault)).ok();
-        let bulkhead =
-            BulkheadConfig::try_from(bulkhead).map_err(|fault| nest("bulkhead", fault)).ok();
-        let pool = PoolConfig::try_from(pool).map_err(|fault| nest("pool", fault)).ok();
-        let hedge = hedge.map(HedgeConfig::try_from);
-        let hedge = hedge.transpose().map_err(|fault| nest("hedge", fault)).ok().flatten();
+        let retry = faults.take("retry", RetryConfig::try_from(retry));
+        let budget = faults.take("budget", BudgetConfig::try_from(budget));
+        let breaker = faults.take("breaker", BreakerConfig::try_from(breaker));
+        let outlier = faults.take("outlier", OutlierConfig::try_from(outlier));
+        let balance = faults.take("balance", BalanceConfig::try_from(balance));
+        let bulkhead = faults.take("bulkhead", BulkheadConfig::try_from(bulkhead));
+        let pool = faults.take("pool", PoolConfig::try_from(pool));
+        let hedge = hedge.and_then(|hedge| faults.take("hedge", HedgeConfig::try_from(hedge)));
         faults.into_result(())?;
         let (is_tls, authority, port) = target.expect("checked");
         Ok(Self {

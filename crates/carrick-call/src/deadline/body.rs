@@ -13,6 +13,7 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 
 use super::{core::Span, watch::Watch};
+use crate::early::EarlyBody;
 
 pin_project! {
     /// A body that ends with its deadline: with gRPC's trailers for it, or broken off.
@@ -31,8 +32,7 @@ pin_project! {
     #[project = Projected]
     #[derive(Debug)]
     enum Kind<R> {
-        Inner { #[pin] body: R },
-        Whole { bytes: Option<Bytes> },
+        Inner { #[pin] body: EarlyBody<R> },
         Over,
     }
 }
@@ -62,22 +62,22 @@ pub enum DeadlineBodyError<E> {
 
 impl<R> DeadlineBody<R> {
     pub(super) fn new(body: R, limit: Limit) -> Self {
-        Self { kind: Kind::Inner { body }, limit: Some(limit) }
+        Self { kind: Kind::Inner { body: EarlyBody::inner(body) }, limit: Some(limit) }
     }
 
     /// A body of our own, which is there at once.
-    pub(super) fn whole(bytes: Bytes) -> Self {
-        Self { kind: Kind::Whole { bytes: Some(bytes).filter(|all| !all.is_empty()) }, limit: None }
+    pub(super) fn own(body: EarlyBody<R>) -> Self {
+        Self { kind: Kind::Inner { body }, limit: None }
     }
 }
 
 /// What polling a body gives.
 type Polled<R> = Poll<Option<Result<Frame<<R as Body>::Data>, <R as Body>::Error>>>;
 
-impl<R: Body> DeadlineBody<R> {
+impl<R: Body<Data = Bytes>> DeadlineBody<R> {
     /// What the inner body gives, while it may; `None` when time is over.
     fn poll_inner(
-        body: Pin<&mut R>,
+        body: Pin<&mut EarlyBody<R>>,
         limit: &mut Option<Limit>,
         cx: &mut Context<'_>,
     ) -> Option<Polled<R>> {
@@ -120,7 +120,6 @@ impl<R: Body<Data = Bytes>> Body for DeadlineBody<R> {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let mut this = self.project();
         match this.kind.as_mut().project() {
-            Projected::Whole { bytes } => Poll::Ready(bytes.take().map(|one| Ok(Frame::data(one)))),
             Projected::Over => Poll::Ready(None),
             Projected::Inner { body } => {
                 if let Some(polled) = Self::poll_inner(body, this.limit, cx) {
@@ -142,7 +141,6 @@ impl<R: Body<Data = Bytes>> Body for DeadlineBody<R> {
     fn is_end_stream(&self) -> bool {
         match &self.kind {
             Kind::Inner { body } => body.is_end_stream(),
-            Kind::Whole { bytes } => bytes.is_none(),
             Kind::Over => true,
         }
     }
@@ -150,9 +148,6 @@ impl<R: Body<Data = Bytes>> Body for DeadlineBody<R> {
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             Kind::Inner { body } => body.size_hint(),
-            Kind::Whole { bytes } => {
-                SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64)
-            }
             Kind::Over => SizeHint::with_exact(0),
         }
     }

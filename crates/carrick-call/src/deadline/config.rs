@@ -37,8 +37,10 @@ pub struct DeadlineOptions {
     /// How long a stream may live, 1 ms to 1 d. Default 1 h.
     #[serde(with = "duration")]
     pub stream_lifetime: Duration,
-    /// Whether requests are refused and ended, or it is only counted which would be. Default `observe`:
-    /// look at the counters before you enforce it.
+    /// Whether a request that comes with too little time left is refused, or only counted. Default
+    /// `observe`: look at the counters before you enforce it.
+    pub refuse: Mode,
+    /// Whether requests are ended when their time is over, or only counted. Default `enforce`.
     pub mode: Mode,
 }
 
@@ -53,7 +55,8 @@ impl Default for DeadlineOptions {
             stream_first_byte: Duration::from_secs(10),
             stream_idle: Duration::from_secs(60),
             stream_lifetime: Duration::from_secs(3600),
-            mode: Mode::Observe,
+            refuse: Mode::Observe,
+            mode: Mode::Enforce,
         }
     }
 }
@@ -85,6 +88,7 @@ impl TryFrom<DeadlineOptions> for DeadlineConfig {
             stream_first_byte,
             stream_idle,
             stream_lifetime,
+            refuse: _,
             mode: _,
         } = options;
         let mut faults = Faults::default();
@@ -179,10 +183,10 @@ mod tests {
 
     #[test]
     fn both_are_read_from_toml_and_unknown_keys_are_errors() {
-        let text = "max = \"500ms\"\nstream-idle = \"5s\"\nmode = \"enforce\"";
+        let text = "max = \"500ms\"\nstream-idle = \"5s\"\nrefuse = \"enforce\"";
         let config: DeadlineConfig = toml::from_str(text).unwrap();
         assert_eq!(config.options.max, Duration::from_millis(500));
-        assert_eq!(config.options.mode, Mode::Enforce);
+        assert_eq!(config.options.refuse, Mode::Enforce);
         let config: ClientDeadlineConfig = toml::from_str("timeout = \"500ms\"").unwrap();
         assert_eq!(config.options.timeout, Duration::from_millis(500));
         assert!(toml::from_str::<ClientDeadlineConfig>("max = \"500ms\"").is_err());

@@ -34,3 +34,4 @@ pub use self::{
     server::{ServerDeadline, ServerDeadlineFuture, ServerDeadlineLayer, Streaming},
     timer::{Armed, TICK, Timer},
 };
+pub(crate) use self::{server::is_stream, wire::is_grpc};

@@ -12,8 +12,7 @@ use carrick_core::{
     clock::{Clock, SystemClock},
     context::{Context, Scoped},
     deadline::{Deadline, Limits, Said},
-    problem::{PROBLEM, Problem},
-    trace::TraceContext,
+    trace::{TraceContext, recorded},
 };
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header::CONTENT_TYPE};
 use http_body::Body;
@@ -31,7 +30,10 @@ use super::{
     watch::Watch,
     wire::is_grpc,
 };
-use crate::retry::{ATTEMPT, IDEMPOTENCY_KEY};
+use crate::{
+    early,
+    retry::{ATTEMPT, IDEMPOTENCY_KEY},
+};
 
 /// Keeps the deadlines that callers send: it puts a [`Context`] in scope for the handler, and ends
 /// handler and body when time is over.
@@ -46,21 +48,20 @@ use crate::retry::{ATTEMPT, IDEMPOTENCY_KEY};
 /// its head on: it may go on while something comes, for its lifetime at most, and no longer than its
 /// caller said.
 ///
-/// By default it only counts what it would do: see [`DeadlineOptions::mode`].
+/// By default it only counts whom it would not start: see [`DeadlineOptions::refuse`].
 ///
 /// A layer value is one server: its services share the timer and the count of refusals.
 ///
 /// ```
 /// # use bytes::Bytes;
-/// # use carrick_call::{Mode, deadline::{DeadlineConfig, DeadlineOptions, ServerDeadlineLayer}};
+/// # use carrick_call::deadline::{DeadlineConfig, ServerDeadlineLayer};
 /// # use http::{Request, Response};
 /// # use http_body_util::Empty;
 /// # use tower::{ServiceBuilder, ServiceExt, service_fn};
 /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
 /// # async fn main() {
-/// let options = DeadlineOptions { mode: Mode::Enforce, ..DeadlineOptions::default() };
 /// let service = ServiceBuilder::new()
-///     .layer(ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap()))
+///     .layer(ServerDeadlineLayer::new(DeadlineConfig::default()))
 ///     .service(service_fn(|_: Request<()>| {
 ///         std::future::pending::<Result<Response<Empty<Bytes>>, ()>>()
 ///     }));
@@ -146,7 +147,7 @@ struct Ends {
 impl Server {
     /// Reads the deadlines of a request; `None` if it is refused.
     fn admit(&self, headers: &HeaderMap, now: Instant) -> Option<Ends> {
-        let DeadlineOptions { max, min_useful, skew, max_refused, stream_lifetime, mode, .. } =
+        let DeadlineOptions { max, min_useful, skew, max_refused, stream_lifetime, refuse, .. } =
             self.options;
         let limits = Limits { max, min_useful, skew };
         let inbound = Deadline::from_headers(headers, now, SystemClock.wall(), &limits);
@@ -158,7 +159,7 @@ impl Server {
         let is_late = !inbound.deadline.is_useful(now, &limits);
         let mut refusals = self.refusals.lock();
         refusals.count(now);
-        let is_refused = is_late && mode.enforces() && refusals.refuse(max_refused);
+        let is_refused = is_late && refuse.enforces() && refusals.refuse(max_refused);
         drop(refusals);
         if is_late {
             self.late.increment(1);
@@ -203,11 +204,14 @@ impl Server {
 fn context(headers: &HeaderMap, deadline: Deadline) -> Context {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let trace = text("traceparent").and_then(|text| text.parse::<TraceContext>().ok());
-    let trace = match (trace, text("tracestate")) {
-        (Some(trace), Some(state)) => trace.with_state(state).child(),
-        (Some(trace), None) => trace.child(),
-        (None, _) => TraceContext::new(),
+    let state = text("tracestate").filter(|_| trace.is_some());
+    // The span that is recorded of this request, if one is: what is sent on continues it.
+    let trace = match (recorded(), trace) {
+        (Some(recorded), _) => recorded,
+        (None, Some(trace)) => trace.child(),
+        (None, None) => TraceContext::new(),
     };
+    let trace = state.into_iter().fold(trace, |trace, state| trace.with_state(state));
     let mut context = Context::new(deadline, trace);
     if let Some(key) = text(IDEMPOTENCY_KEY.as_str()).filter(|key| !key.is_empty()) {
         context = context.with_idempotency_key(key);
@@ -218,7 +222,8 @@ fn context(headers: &HeaderMap, deadline: Deadline) -> Context {
     context
 }
 
-fn is_stream<R>(answer: &Response<R>) -> bool {
+/// Whether an answer is a stream.
+pub(crate) fn is_stream<R>(answer: &Response<R>) -> bool {
     let by_content = || {
         let content = answer.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
         content.is_some_and(|content| content.starts_with(b"text/event-stream"))
@@ -352,17 +357,6 @@ impl<S: Service<R>, R> fmt::Debug for ServerDeadlineFuture<S, R> {
 
 /// The answer of a request whose time is over.
 fn expired<R>(is_grpc: bool, why: &str) -> Response<DeadlineBody<R>> {
-    if is_grpc {
-        let mut answer = Response::new(DeadlineBody::whole(Bytes::new()));
-        let headers = answer.headers_mut();
-        headers.insert("grpc-status", HeaderValue::from_static("4"));
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        return answer;
-    }
-    let problem = Problem::new(StatusCode::GATEWAY_TIMEOUT, why);
-    let body = serde_json::to_vec(&problem).unwrap_or_default();
-    let mut answer = Response::new(DeadlineBody::whole(body.into()));
-    *answer.status_mut() = StatusCode::GATEWAY_TIMEOUT;
-    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(PROBLEM));
-    answer
+    early::answer(is_grpc, StatusCode::GATEWAY_TIMEOUT, early::LATE, why, None)
+        .map(DeadlineBody::own)
 }

@@ -31,7 +31,7 @@ type Piece = Result<Frame<Bytes>, std::io::Error>;
 const MS: Duration = Duration::from_millis(1);
 
 fn enforced() -> ServerDeadlineLayer {
-    let options = DeadlineOptions { mode: Mode::Enforce, ..DeadlineOptions::default() };
+    let options = DeadlineOptions { refuse: Mode::Enforce, ..DeadlineOptions::default() };
     ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap())
 }
 
@@ -151,7 +151,6 @@ async fn streamed(
     request: Request<()>,
     spans: Vec<Duration>,
 ) -> (Result<usize, ()>, Duration) {
-    let options = DeadlineOptions { mode: Mode::Enforce, ..options };
     let layer = ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap());
     let service = layer.layer(service_fn(move |_: Request<()>| {
         let mut answer = Response::new(StreamBody::new(pieces(spans.clone()).boxed()));
@@ -234,7 +233,8 @@ async fn a_body_that_always_has_more_is_ended_too() {
 
 #[tokio::test(start_paused = true)]
 async fn in_observe_mode_nothing_is_ended() {
-    let layer = ServerDeadlineLayer::new(DeadlineConfig::default());
+    let options = DeadlineOptions { mode: Mode::Observe, ..DeadlineOptions::default() };
+    let layer = ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap());
     let service = layer.layer(service_fn(|_: Request<()>| async {
         sleep(Duration::from_secs(10)).await;
         let body = StreamBody::new(pieces(vec![Duration::from_secs(10); 3]).boxed());

@@ -4,6 +4,7 @@ use carrick_core::{
     clock::{Clock, SystemClock},
     context::Context,
     deadline::{Deadline, GRPC},
+    trace::recorded,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, header::CONTENT_TYPE};
 use tokio::time::Instant;
@@ -32,7 +33,13 @@ pub(crate) fn write_deadline(headers: &mut HeaderMap, deadline: Deadline, now: I
 
 /// Writes a new span of the context's trace.
 pub(crate) fn write_trace(headers: &mut HeaderMap, context: &Context) {
-    let child = context.trace().child();
+    // A span of the caller's own that is recorded is the parent; else one of the context's trace is.
+    let recorded = recorded().filter(|span| span.trace_id() == context.trace().trace_id());
+    let child = match (recorded, context.trace().state()) {
+        (Some(recorded), Some(state)) => recorded.with_state(state),
+        (Some(recorded), None) => recorded,
+        (None, _) => context.trace().child(),
+    };
     if let Ok(value) = HeaderValue::try_from(child.to_string()) {
         headers.insert(TRACEPARENT, value);
     }

@@ -4,9 +4,10 @@ use std::{
     fmt,
     pin::Pin,
     task::{Context as TaskContext, Poll, ready},
+    time::Duration,
 };
 
-use carrick_core::context::Context;
+use carrick_core::{context::Context, deadline::Deadline, outcome::Outcome};
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_layer::Layer;
@@ -19,23 +20,62 @@ use crate::{CallError, Classify, bulkhead::Priority, classify::AnyError};
 ///
 /// A layer value is one line: every service it makes, and every clone, shares it.
 #[derive(Clone, Debug)]
-pub struct QueueLayer<C = AnyError> {
+pub struct QueueLayer<C = AnyError, F = AtHead> {
     queue: Queue,
     priority: Priority,
     classify: C,
+    finish: F,
+}
+
+/// What becomes of an answer, and of the place that its call has.
+pub trait Finish<T> {
+    /// What the caller gets.
+    type Output;
+
+    /// Takes an answer. The place is given back when `served` goes.
+    fn finish(&self, answer: T, served: Served) -> Self::Output;
+}
+
+/// Takes an answer's head for its end.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AtHead;
+
+impl<T> Finish<T> for AtHead {
+    type Output = T;
+
+    fn finish(&self, answer: T, _served: Served) -> T {
+        answer
+    }
+}
+
+/// The place of a call that has been answered; given back, with how the call went, when this goes.
+#[derive(Debug)]
+pub struct Served {
+    permit: Option<Permit>,
+    outcome: Outcome,
+    elapsed: Duration,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        if let Some(permit) = self.permit.take() {
+            permit.settle(self.outcome, self.elapsed, Instant::now());
+        }
+    }
 }
 
 impl QueueLayer {
     /// Takes every error of the service for a transient failure.
     pub fn new(queue: Queue) -> Self {
-        Self { queue, priority: Priority::Default, classify: AnyError }
+        Self { queue, priority: Priority::Default, classify: AnyError, finish: AtHead }
     }
 }
 
-impl<C> QueueLayer<C> {
+impl<C, F> QueueLayer<C, F> {
     /// Lets `classify` judge how a call ended.
-    pub fn with_classify<D>(self, classify: D) -> QueueLayer<D> {
-        QueueLayer { queue: self.queue, priority: self.priority, classify }
+    pub fn with_classify<D>(self, classify: D) -> QueueLayer<D, F> {
+        let Self { queue, priority, classify: _, finish } = self;
+        QueueLayer { queue, priority, classify, finish }
     }
 
     /// The priority of this service's calls.
@@ -43,10 +83,16 @@ impl<C> QueueLayer<C> {
     pub fn with_priority(self, priority: Priority) -> Self {
         Self { priority, ..self }
     }
+
+    /// Lets `finish` decide when an answered call gives its place back. By default it does at once.
+    pub fn finishing<G>(self, finish: G) -> QueueLayer<C, G> {
+        let Self { queue, priority, classify, finish: _ } = self;
+        QueueLayer { queue, priority, classify, finish }
+    }
 }
 
-impl<S, C: Clone> Layer<S> for QueueLayer<C> {
-    type Service = QueueService<S, C>;
+impl<S, C: Clone, F: Clone> Layer<S> for QueueLayer<C, F> {
+    type Service = QueueService<S, C, F>;
 
     fn layer(&self, inner: S) -> Self::Service {
         QueueService { inner, layer: self.clone() }
@@ -55,19 +101,39 @@ impl<S, C: Clone> Layer<S> for QueueLayer<C> {
 
 /// A service with a line before it; clones share the line.
 #[derive(Clone, Debug)]
-pub struct QueueService<S, C = AnyError> {
+pub struct QueueService<S, C = AnyError, F = AtHead> {
     inner: S,
-    layer: QueueLayer<C>,
+    layer: QueueLayer<C, F>,
 }
 
-impl<S, C, R> Service<R> for QueueService<S, C>
+impl<S: Clone, C: Clone, F: Clone> QueueService<S, C, F> {
+    /// Lets one request wait, with a priority of its own.
+    pub fn enter<R>(&self, request: R, priority: Priority) -> QueueFuture<S, R, C, F>
+    where
+        S: Service<R>,
+    {
+        let deadline = Context::current().map(|context| context.deadline());
+        QueueFuture {
+            state: State::Waiting { enter: self.layer.queue.enter(priority, deadline) },
+            next: Some((self.inner.clone(), request)),
+            permit: None,
+            since: Instant::now(),
+            deadline,
+            classify: self.layer.classify.clone(),
+            finish: self.layer.finish.clone(),
+        }
+    }
+}
+
+impl<S, C, F, R> Service<R> for QueueService<S, C, F>
 where
     S: Service<R> + Clone,
     C: Classify<S::Response, S::Error> + Clone,
+    F: Finish<S::Response> + Clone,
 {
-    type Response = S::Response;
+    type Response = F::Output;
     type Error = CallError<S::Error>;
-    type Future = QueueFuture<S, R, C>;
+    type Future = QueueFuture<S, R, C, F>;
 
     fn poll_ready(&mut self, _cx: &mut TaskContext<'_>) -> Poll<Result<(), Self::Error>> {
         // Readiness that is held while a call waits in line would be somebody else's.
@@ -75,29 +141,35 @@ where
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        let deadline = Context::current().map(|context| context.deadline());
-        let enter = self.layer.queue.enter(self.layer.priority, deadline);
-        QueueFuture {
-            state: State::Waiting { enter },
-            next: Some((self.inner.clone(), request)),
-            permit: None,
-            since: Instant::now(),
-            classify: self.layer.classify.clone(),
-        }
+        self.enter(request, self.layer.priority)
     }
 }
 
 pin_project! {
     /// A call that waits in line, or is being made. Dropping it leaves the line, or gives the place
-    /// back.
+    /// back; if it is dropped because its deadline passed, an adaptive limit learns that.
     #[must_use = "a call is made when it is polled"]
-    pub struct QueueFuture<S: Service<R>, R, C> {
+    pub struct QueueFuture<S: Service<R>, R, C, F = AtHead> {
         #[pin]
         state: State<S::Future>,
         next: Option<(S, R)>,
         permit: Option<Permit>,
         since: Instant,
+        deadline: Option<Deadline>,
         classify: C,
+        finish: F,
+    }
+
+    impl<S: Service<R>, R, C, F> PinnedDrop for QueueFuture<S, R, C, F> {
+        fn drop(this: Pin<&mut Self>) {
+            let this = this.project();
+            let Some((permit, deadline)) = this.permit.take().zip(*this.deadline) else { return };
+            let now = Instant::now();
+            if now >= deadline.instant() {
+                let elapsed = now.saturating_duration_since(*this.since);
+                permit.settle(Outcome::Expired, elapsed, now);
+            }
+        }
     }
 }
 
@@ -110,12 +182,13 @@ pin_project! {
     }
 }
 
-impl<S, R, C> Future for QueueFuture<S, R, C>
+impl<S, R, C, F> Future for QueueFuture<S, R, C, F>
 where
     S: Service<R>,
     C: Classify<S::Response, S::Error>,
+    F: Finish<S::Response>,
 {
-    type Output = Result<S::Response, CallError<S::Error>>;
+    type Output = Result<F::Output, CallError<S::Error>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut TaskContext<'_>) -> Poll<Self::Output> {
         loop {
@@ -135,19 +208,22 @@ where
                 }
                 Projected::Sent { inner } => {
                     let result = ready!(inner.poll(cx));
-                    if let Some(permit) = this.permit.take() {
-                        let now = Instant::now();
-                        let elapsed = now.saturating_duration_since(*this.since);
-                        permit.settle(this.classify.classify(result.as_ref()), elapsed, now);
-                    }
-                    return Poll::Ready(result.map_err(CallError::Inner));
+                    let served = Served {
+                        permit: this.permit.take(),
+                        outcome: this.classify.classify(result.as_ref()),
+                        elapsed: this.since.elapsed(),
+                    };
+                    return Poll::Ready(match result {
+                        Ok(answer) => Ok(this.finish.finish(answer, served)),
+                        Err(error) => Err(CallError::Inner(error)),
+                    });
                 }
             }
         }
     }
 }
 
-impl<S: Service<R>, R, C> fmt::Debug for QueueFuture<S, R, C> {
+impl<S: Service<R>, R, C, F> fmt::Debug for QueueFuture<S, R, C, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("QueueFuture").field("permit", &self.permit).finish_non_exhaustive()
     }

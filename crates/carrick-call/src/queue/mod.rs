@@ -37,7 +37,7 @@ use tokio::{
 pub use self::{
     config::{QueueConfig, QueueOptions},
     core::Line,
-    layer::{QueueFuture, QueueLayer, QueueService},
+    layer::{AtHead, Finish, QueueFuture, QueueLayer, QueueService, Served},
 };
 use crate::{
     Policy, Refusal,
@@ -143,6 +143,11 @@ impl Queue {
             sleep: sleep_until(until),
             since: now,
         })
+    }
+
+    /// The places that are waited for.
+    pub fn bulkhead(&self) -> &Bulkhead {
+        &self.0.bulkhead
     }
 
     /// Calls that wait.

@@ -38,7 +38,7 @@ pub const RETRIED: HeaderName = HeaderName::from_static("x-carrick-retried");
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 
 /// gRPC's wish of when to retry, in milliseconds; negative: do not.
-const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
+pub(crate) const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 
 /// Whether the request may be sent twice: by its method, or since it carries an idempotency key.
 pub fn is_idempotent_request(method: &Method, headers: &HeaderMap) -> bool {

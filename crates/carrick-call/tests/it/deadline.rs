@@ -38,7 +38,7 @@ type Body = UnsyncBoxBody<Bytes, Infallible>;
 type Handled = BoxFuture<'static, Result<Response<Body>, Infallible>>;
 
 fn enforced() -> ServerDeadlineLayer {
-    let options = DeadlineOptions { mode: Mode::Enforce, ..DeadlineOptions::default() };
+    let options = DeadlineOptions { refuse: Mode::Enforce, ..DeadlineOptions::default() };
     ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap())
 }
 
@@ -225,7 +225,8 @@ async fn what_a_client_sends_a_handler_has_in_scope() {
 async fn a_client_whose_time_is_over_ends_the_exchange() {
     let (events, mut told) = mpsc::channel(4);
     // Only counts, so that it is the client who ends it.
-    let layer = ServerDeadlineLayer::new(DeadlineConfig::default());
+    let options = DeadlineOptions { mode: Mode::Observe, ..DeadlineOptions::default() };
+    let layer = ServerDeadlineLayer::new(DeadlineConfig::try_from(options).unwrap());
     let (address, _server) = serve(&layer, never(events)).await;
     let (send, _drives) = http2(address).await;
     let client = DeadlineLayer::new("here", ClientDeadlineConfig::default());

@@ -87,6 +87,11 @@ impl Faults {
         }));
     }
 
+    /// The value of a table within this one, if nothing is wrong with it; else takes over its faults.
+    pub fn take<T>(&mut self, table: &str, inner: Result<T, InvalidConfig>) -> Option<T> {
+        inner.map_err(|faults| self.nest(table, faults)).ok()
+    }
+
     /// The value, if nothing is wrong with it.
     ///
     /// # Errors

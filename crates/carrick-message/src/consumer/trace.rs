@@ -66,6 +66,9 @@ impl Spans {
         if let Some(origin) = origin.as_ref().filter(|_| joined.is_none()) {
             span.record("link.traceparent", tracing::field::display(origin));
         }
+        // What the handler sends on continues the span that is recorded of it.
+        let recorded = span.in_scope(carrick_core::trace::recorded);
+        let trace = recorded.unwrap_or(trace);
         let context = Context::new(Deadline::at(deadline), trace);
         (span, context.with_attempt(*attempt))
     }

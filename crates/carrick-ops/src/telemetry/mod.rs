@@ -155,6 +155,10 @@ impl Telemetry {
         let subscriber = subscriber.with(traces.as_ref().map(otlp::Traces::layer));
         subscriber.with(ids).with(logs).try_init().map_err(|_| TelemetryError::AlreadyStarted)?;
 
+        #[cfg(feature = "otlp")]
+        if traces.is_some() {
+            carrick_core::trace::set_recorder(trace::recorder);
+        }
         let metrics = Metrics::install()?;
         Ok(Self {
             metrics,

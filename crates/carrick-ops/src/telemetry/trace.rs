@@ -147,3 +147,13 @@ pub(super) fn current() -> Option<String> {
     })
     .flatten()
 }
+
+/// The span that the exporter records around the caller.
+#[cfg(feature = "otlp")]
+pub(super) fn recorder() -> Option<TraceContext> {
+    let span = tracing::Span::current();
+    span.with_subscriber(|(id, dispatch)| super::otlp::traceparent(id, dispatch))
+        .flatten()?
+        .parse()
+        .ok()
+}
