@@ -11,7 +11,7 @@
 //! * `call`: [`call::client`] with its policies: [`call::deadline`], [`call::retry`],
 //!   [`call::budget`], [`call::breaker`], [`call::outlier`], [`call::balance`], [`call::bulkhead`],
 //!   [`call::queue`], [`call::throttle`], [`call::hedge`], [`call::scatter`], [`call::fault`],
-//!   [`call::egress`].
+//!   [`call::egress`]; [`call::server`] for the other side.
 //! * `ops`: [`ops::health`], [`ops::drain`], [`ops::telemetry`].
 //!
 //! The example `message_path` shows one event from the row that commits it to the effect that

@@ -7,7 +7,7 @@
 //! expiry are a problem (RFC 9457), or gRPC's own status.
 //!
 //! [`ServerLayer`] is all of it, for axum, tonic, or any service of HTTP requests; [`ShedLayer`] and
-//! [`ServerDeadlineLayer`](crate::deadline::ServerDeadlineLayer) are its parts.
+//! [`ServerDeadlineLayer`] are its parts.
 //!
 //! Source: pattern document, deadlines and load shedding. Differs: a place is held until the body has
 //! been sent; the limit learns from requests that ran out of time.
