@@ -144,11 +144,14 @@ fn trace_a_process() {
             ..Default::default()
         };
         let telemetry = Telemetry::start(&options).unwrap();
-        assert_eq!(current_traceparent(), None);
+        assert_eq!((current_traceparent(), carrick_core::trace::recorded()), (None, None));
         info_span!("request", otel.kind = "server", traceparent = PARENT).in_scope(|| {
             info_span!("publish", otel.kind = "producer").in_scope(|| {
                 info!("publishing");
-                println!("published under {}", current_traceparent().unwrap());
+                let current = current_traceparent().unwrap();
+                let recorded = carrick_core::trace::recorded();
+                assert_eq!(recorded.map(|span| span.to_string()).as_ref(), Some(&current));
+                println!("published under {current}");
             });
             // Opened inside another span, and yet a root.
             let consume = info_span!(
