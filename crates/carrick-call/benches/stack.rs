@@ -79,7 +79,9 @@ fn stack(service: Bare) -> Stack<Bare, AnyError> {
         retry: RetryConfig::default(),
         budget: Budget::new("bench", BudgetConfig::default()),
         balancer,
+        throttle: None,
         bulkhead: Bulkhead::new("bench", BulkheadConfig::default()),
+        queue: None,
         breaker: Breaker::new("bench", BreakerConfig::default()),
         timer: Timer::new(),
     };

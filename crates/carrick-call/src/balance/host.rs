@@ -42,6 +42,10 @@ impl Shared {
     }
 }
 
+/// Names a host for as long as that is in use; afterwards another may get the name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct HostId(pub(crate) usize);
+
 /// A host that is balanced over, with the caller's value for it (a connection, a service).
 pub struct Host<T = ()> {
     endpoint: Endpoint,
@@ -72,6 +76,11 @@ impl<T> Host<T> {
     /// What discovery told of it when it came.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
+    }
+
+    /// Which host it is.
+    pub fn id(&self) -> HostId {
+        HostId(std::ptr::from_ref(self).addr())
     }
 
     /// The caller's value for it.

@@ -28,7 +28,7 @@ mod tests;
 
 use std::{
     collections::{HashMap, HashSet},
-    fmt, ptr,
+    fmt,
     sync::Arc,
 };
 
@@ -39,7 +39,7 @@ use tokio::time::Instant;
 pub use self::{
     config::{BalanceConfig, BalanceOptions, Strategy},
     endpoint::Endpoint,
-    host::{Host, Pick},
+    host::{Host, HostId, Pick},
     layer::{Balance, BalanceFuture},
 };
 use self::{core::Wheel, host::Shared};
@@ -54,7 +54,7 @@ use crate::{Policy, Refusal, outlier::Detector};
 /// let (balancer, now) = (Balancer::new("pricing", BalanceConfig::default()), Instant::now());
 /// balancer.update(vec![Endpoint::new("a:80"), Endpoint::new("b:80")], now);
 /// let first = balancer.pick(now, &mut rand::rng(), None)?;
-/// let other = balancer.pick(now, &mut rand::rng(), Some(first.host()))?;
+/// let other = balancer.pick(now, &mut rand::rng(), Some(first.host().id()))?;
 /// assert_ne!(first.host().endpoint(), other.host().endpoint());
 /// # Ok::<(), carrick_call::Refusal>(())
 /// ```
@@ -142,7 +142,7 @@ impl<T> Balancer<T> {
         &self,
         now: Instant,
         rng: &mut (impl Rng + ?Sized),
-        exclude: Option<&Host<T>>,
+        exclude: Option<HostId>,
     ) -> Result<Pick<T>, Refusal> {
         let Inner { shared, detector, set, .. } = &*self.0;
         if let Some(detector) = detector {
@@ -221,11 +221,11 @@ impl<T> Set<T> {
         shared: &Shared,
         now: Instant,
         rng: &mut (impl Rng + ?Sized),
-        exclude: Option<&Host<T>>,
+        exclude: Option<HostId>,
     ) -> Option<&Slot<T>> {
         let usable = |place: usize| {
             let host = &*self.slots[place].host;
-            !host.is_ejected() && !exclude.is_some_and(|excluded| ptr::eq(excluded, host))
+            !host.is_ejected() && exclude != Some(host.id())
         };
         let first = self.wheel.draw(rng, None, usable)?;
         let first_slot = &self.slots[first];

@@ -12,7 +12,7 @@ use http::{HeaderValue, Response};
 use http_body::{Body, Frame, SizeHint};
 use tokio::time::Instant;
 
-use super::{RequestBody, pool::PooledBody, service::HostService};
+use super::{RequestBody, pool::PooledBody, service::Hosted};
 use crate::{
     deadline::{Armed, wire::is_grpc},
     retry::RETRIED,
@@ -37,7 +37,7 @@ pub enum AnswerError {
 /// dropped. What it ends with is the verdict on the call: a gRPC status comes only there.
 pub struct AnswerBody {
     body: PooledBody<RequestBody>,
-    held: Option<Held<HostService>>,
+    held: Option<Held<Hosted>>,
     armed: Option<Armed>,
     is_grpc: bool,
     outcome: Option<Outcome>,
@@ -47,13 +47,13 @@ pub struct AnswerBody {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AtEnd;
 
-impl Finish<HostService, Response<PooledBody<RequestBody>>> for AtEnd {
+impl Finish<Hosted, Response<PooledBody<RequestBody>>> for AtEnd {
     type Output = Response<AnswerBody>;
 
     fn finish(
         &self,
         answer: Response<PooledBody<RequestBody>>,
-        held: Held<HostService>,
+        held: Held<Hosted>,
     ) -> Response<AnswerBody> {
         let (mut parts, body) = answer.into_parts();
         if held.attempts() > 1 {

@@ -12,9 +12,12 @@ use crate::{
     breaker::{BreakerConfig, BreakerOptions},
     budget::{BudgetConfig, BudgetOptions},
     bulkhead::{BulkheadConfig, BulkheadOptions},
+    fault::{FaultConfig, FaultOptions},
     hedge::{HedgeConfig, HedgeOptions},
     outlier::{OutlierConfig, OutlierOptions, may_eject},
+    queue::{QueueConfig, QueueOptions},
     retry::{RetryConfig, RetryOptions},
+    throttle::{ThrottleConfig, ThrottleOptions},
 };
 
 /// A dependency as an operator writes it, in `[dependency.NAME]`; becomes a [`DependencyConfig`].
@@ -48,12 +51,18 @@ pub struct DependencyOptions {
     pub outlier: OutlierOptions,
     /// How hosts are chosen.
     pub balance: BalanceOptions,
+    /// Asks less of it when it refuses often. Default never.
+    pub throttle: Option<ThrottleOptions>,
     /// Calls at a time.
     pub bulkhead: BulkheadOptions,
+    /// Whether, and for how long, a call waits for a place of the bulkhead. Default never.
+    pub queue: Option<QueueOptions>,
     /// Connections.
     pub pool: PoolOptions,
     /// Whether and when slow calls are made twice. Default never.
     pub hedge: Option<HedgeOptions>,
+    /// What goes wrong on purpose, in each attempt. Default nothing.
+    pub fault: Option<FaultOptions>,
 }
 
 fn optional<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
@@ -74,9 +83,12 @@ impl Default for DependencyOptions {
             breaker: BreakerOptions::default(),
             outlier: OutlierOptions::default(),
             balance: BalanceOptions::default(),
+            throttle: None,
             bulkhead: BulkheadOptions::default(),
+            queue: None,
             pool: PoolOptions::default(),
             hedge: None,
+            fault: None,
         }
     }
 }
@@ -113,9 +125,12 @@ pub struct DependencyConfig {
     pub(super) outlier: OutlierConfig,
     outlier_options: OutlierOptions,
     pub(super) balance: BalanceConfig,
+    pub(super) throttle: Option<ThrottleConfig>,
     pub(super) bulkhead: BulkheadConfig,
+    pub(super) queue: Option<QueueConfig>,
     pub(super) pool: PoolConfig,
     pub(super) hedge: Option<HedgeConfig>,
+    pub(super) fault: Option<FaultConfig>,
 }
 
 /// A sum over several settings.
@@ -148,9 +163,12 @@ impl DependencyConfig {
             breaker,
             outlier,
             balance,
+            throttle,
             bulkhead,
+            queue,
             pool,
             hedge,
+            fault,
         } = options;
         let mut faults = Faults::default();
         let text = duration::format;
@@ -194,9 +212,13 @@ impl DependencyConfig {
         let breaker = faults.take("breaker", BreakerConfig::try_from(breaker));
         let outlier = faults.take("outlier", OutlierConfig::try_from(outlier));
         let balance = faults.take("balance", BalanceConfig::try_from(balance));
+        let throttle =
+            throttle.and_then(|one| faults.take("throttle", ThrottleConfig::try_from(one)));
         let bulkhead = faults.take("bulkhead", BulkheadConfig::try_from(bulkhead));
+        let queue = queue.and_then(|queue| faults.take("queue", QueueConfig::try_from(queue)));
         let pool = faults.take("pool", PoolConfig::try_from(pool));
         let hedge = hedge.and_then(|hedge| faults.take("hedge", HedgeConfig::try_from(hedge)));
+        let fault = fault.and_then(|fault| faults.take("fault", FaultConfig::try_from(fault)));
         faults.into_result(())?;
         let (is_tls, authority, port) = target.expect("checked");
         Ok(Self {
@@ -214,9 +236,12 @@ impl DependencyConfig {
             outlier: outlier.expect("checked"),
             outlier_options,
             balance: balance.expect("checked"),
+            throttle,
             bulkhead: bulkhead.expect("checked"),
+            queue,
             pool: pool.expect("checked"),
             hedge,
+            fault,
         })
     }
 
@@ -292,6 +317,20 @@ impl DependencyConfig {
             text(one)
         );
         sum("least time", line, fits);
+        if let Some(queue) = &self.queue {
+            let wait = queue.options().max_wait;
+            let all = wait.saturating_add(useful);
+            let fits = all <= timeout;
+            let line = format!(
+                "a wait for a place of at most {} + {} for the call = {} {} timeout {}",
+                text(wait),
+                text(useful),
+                text(all),
+                relation(fits),
+                text(timeout)
+            );
+            sum("queue", line, fits);
+        }
         let penalty = self.balance.options().failure_penalty;
         let fits = penalty >= one;
         let line = format!(
@@ -368,6 +407,12 @@ mod tests {
             failure-rate = 0.25
             [pool]
             http2 = true
+            [queue]
+            length = 8
+            [throttle]
+            k = 1.5
+            [fault]
+            abort = { share = 0.01, status = 503 }
             "#,
         );
         let config = DependencyConfig::new("pricing", options).unwrap();
@@ -389,16 +434,42 @@ mod tests {
             failure-rate = 2.0
             [budget]
             cap = 0
+            [throttle]
+            k = 0.5
+            [queue]
+            length = 0
+            [fault]
+            max-active = 0
             "#,
         );
         let faults = DependencyConfig::new("pricing", options).unwrap_err();
         let keys: Vec<_> = faults.faults().iter().map(|fault| fault.key.as_str()).collect();
-        let expected =
-            ["url", "hosts", "timeout", "max-attempts", "budget.cap", "breaker.failure-rate"];
+        let expected = [
+            "url",
+            "hosts",
+            "timeout",
+            "max-attempts",
+            "budget.cap",
+            "breaker.failure-rate",
+            "throttle.k",
+            "queue.length",
+            "fault.max-active",
+        ];
         assert_eq!(keys, expected);
         for url in ["", "http://", "http://h/path", "http://u:p@h", "h:80", "http://h?x"] {
             assert!(DependencyConfig::new("x", self::options(url)).is_err(), "{url:?}");
         }
+    }
+
+    #[test]
+    fn a_wait_in_line_must_leave_time_for_the_call() {
+        let mut options = options("http://h");
+        let max_wait = Duration::from_secs(2);
+        options.queue = Some(QueueOptions { max_wait, ..QueueOptions::default() });
+        let config = DependencyConfig::new("pricing", options).unwrap();
+        let wrong: Vec<_> = config.sums().into_iter().filter(|sum| !sum.fits).collect();
+        let told = "a wait for a place of at most 2s + 50ms for the call = 2s50ms > timeout 2s";
+        assert_eq!((wrong.len(), wrong[0].text.as_str()), (1, told));
     }
 
     #[test]

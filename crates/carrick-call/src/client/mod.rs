@@ -29,7 +29,7 @@ use self::{
     body::AtEnd,
     connect::{Target, Tls},
     pool::Pool,
-    service::{HostService, Judge, Named, Whole},
+    service::{HostService, Hosted, Judge, Named, Whole},
 };
 pub use self::{
     body::{AnswerBody, AnswerError},
@@ -48,10 +48,12 @@ use crate::{
     budget::Budget,
     bulkhead::Bulkhead,
     deadline::Timer,
+    fault::{Fault, FaultService},
     hedge::{Hedge, HedgeService},
     outlier::Detector,
     retry::ReplayBody,
     stack::{Policies, Stack},
+    throttle::Throttle,
 };
 
 type BoxError = Box<dyn StdError + Send + Sync>;
@@ -79,7 +81,7 @@ struct SourceError(BoxError);
 /// ```
 #[derive(Clone)]
 pub struct Client {
-    service: HedgeService<Stack<HostService, Judge, AtEnd>, Whole>,
+    service: HedgeService<Stack<Hosted, Judge, AtEnd>, Whole>,
     replay: usize,
     detector: Detector,
     _discovery: Option<Arc<Discovery>>,
@@ -115,7 +117,8 @@ impl Client {
     ///
     /// A [`Deadline`](carrick_core::deadline::Deadline) in the request's extensions, or else of the
     /// context in scope, bounds it, and never beyond the dependency's own timeout. An
-    /// [`Explain`](crate::explain::Explain) there is told what was decided.
+    /// [`Explain`](crate::explain::Explain) there is told what was decided, and a
+    /// [`Priority`](crate::bulkhead::Priority) says who goes first where calls wait for a place.
     ///
     /// # Errors
     /// [`CallError::Refused`] if nothing was sent, [`CallError::Expired`] if time ran out, and
@@ -143,7 +146,7 @@ impl Client {
         self.service.clone().call(request).await
     }
 
-    fn policies(&self) -> &Policies<HostService> {
+    fn policies(&self) -> &Policies<Hosted> {
         self.service.inner().policies()
     }
 
@@ -225,13 +228,16 @@ impl Builder {
         let detector = Detector::new(&config.name, config.outlier.clone());
         let make = {
             let pool = config.pool.clone();
+            let fault = config.fault.map(|fault| Fault::new(&config.name, fault));
             let (port, patience) = (config.port, config.pool.connect_timeout());
             move |endpoint: &Endpoint| {
                 let address = dependency::split(&endpoint.address);
                 let (host, port) = address.unwrap_or((&endpoint.address, port));
                 let (host, tls, dial) = (host.to_owned(), tls.clone(), Arc::clone(&dial));
                 let target = Target { host, port, tls, dial, patience };
-                HostService { pool: Pool::new(target, pool.clone()), name: Arc::clone(&name) }
+                let pool = Pool::new(target, pool.clone());
+                let service = HostService { pool, name: Arc::clone(&name) };
+                FaultService::maybe(service, fault.clone())
             }
         };
         let balancer =
@@ -254,7 +260,9 @@ impl Builder {
             retry: config.retry,
             budget: Budget::new(&config.name, config.budget),
             balancer,
+            throttle: config.throttle.map(|throttle| Throttle::new(&config.name, throttle)),
             bulkhead: Bulkhead::new(&config.name, config.bulkhead),
+            queue: config.queue,
             breaker: Breaker::new(&config.name, config.breaker),
             timer: Timer::new(),
             name: config.name,

@@ -405,7 +405,8 @@ type Back<B> = (Kept<http1::SendRequest<B>>, Weak<Shared<B>>);
 
 /// The body of an answer; gives its connection back when it has been read to its end.
 pub(super) struct PooledBody<B> {
-    body: Incoming,
+    /// None of an answer that came from nowhere, as an injected fault's does.
+    body: Option<Incoming>,
     back: Option<Back<B>>,
 }
 
@@ -414,11 +415,18 @@ impl<B> PooledBody<B> {
     where
         B: Send + 'static,
     {
-        let mut pooled = Self { body, back };
-        if pooled.body.is_end_stream() {
+        let is_empty = body.is_end_stream();
+        let mut pooled = Self { body: Some(body), back };
+        if is_empty {
             pooled.settle(); // nobody reads a body that is empty
         }
         pooled
+    }
+}
+
+impl<B> Default for PooledBody<B> {
+    fn default() -> Self {
+        Self { body: None, back: None }
     }
 }
 
@@ -437,9 +445,10 @@ impl<B: Send + Unpin + 'static> Body for PooledBody<B> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let this = self.get_mut();
-        let frame = ready!(Pin::new(&mut this.body).poll_frame(cx));
+        let Some(body) = &mut this.body else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(&mut *body).poll_frame(cx));
         match &frame {
-            Some(Ok(_)) if !this.body.is_end_stream() => {}
+            Some(Ok(_)) if !body.is_end_stream() => {}
             Some(Err(_)) => this.back = None,
             _ => this.settle(),
         }
@@ -447,11 +456,11 @@ impl<B: Send + Unpin + 'static> Body for PooledBody<B> {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.body.as_ref().is_none_or(Body::is_end_stream)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        self.body.as_ref().map_or(SizeHint::with_exact(0), Body::size_hint)
     }
 }
 

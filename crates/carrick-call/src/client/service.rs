@@ -24,8 +24,12 @@ use super::{
 use crate::{
     CallError, Classify,
     classify::{Hints, Http, call_error},
+    fault::FaultService,
     retry::{RETRIED, pushback},
 };
+
+/// One host, where faults are injected into its attempts.
+pub(super) type Hosted = FaultService<HostService>;
 
 /// The connections to one host.
 #[derive(Clone, Debug)]

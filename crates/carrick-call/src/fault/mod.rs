@@ -34,6 +34,7 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 pub use self::config::{AbortOptions, DelayOptions, FaultConfig, FaultOptions};
+use crate::{Policy, explain::Explain};
 
 /// Asks for a delay with a lower share than is set, in millionths.
 pub const DELAY_SHARE: HeaderName = HeaderName::from_static("x-carrick-fault-delay-share");
@@ -51,6 +52,20 @@ pub struct Injected {
     pub delay: Option<Duration>,
     /// It is answered without being sent.
     pub abort: Option<StatusCode>,
+}
+
+impl fmt::Display for Injected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { delay, abort } = self;
+        if let Some(delay) = delay {
+            write!(f, "made late by {} ms", delay.as_millis())?;
+        }
+        if let Some(status) = abort {
+            let and = if delay.is_some() { ", and " } else { "" };
+            write!(f, "{and}answered with {} without being sent", status.as_u16())?;
+        }
+        Ok(())
+    }
 }
 
 /// The faults of one dependency. Clones share the count of those under way.
@@ -184,7 +199,7 @@ impl<S> Layer<S> for FaultLayer {
     type Service = FaultService<S>;
 
     fn layer(&self, inner: S) -> Self::Service {
-        FaultService { inner, fault: self.0.clone() }
+        FaultService { inner, fault: Some(self.0.clone()) }
     }
 }
 
@@ -192,7 +207,15 @@ impl<S> Layer<S> for FaultLayer {
 #[derive(Clone, Debug)]
 pub struct FaultService<S> {
     inner: S,
-    fault: Fault,
+    fault: Option<Fault>,
+}
+
+impl<S> FaultService<S> {
+    /// A service that goes wrong only if there are faults.
+    #[cfg(feature = "client")]
+    pub(crate) fn maybe(inner: S, fault: Option<Fault>) -> Self {
+        Self { inner, fault }
+    }
 }
 
 thread_local! {
@@ -213,7 +236,12 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let active = RNG.with(|rng| self.fault.draw(request.headers(), &mut *rng.borrow_mut()));
+        let active = self.fault.as_ref().and_then(|fault| {
+            RNG.with(|rng| fault.draw(request.headers(), &mut *rng.borrow_mut()))
+        });
+        if let (Some(active), Some(explain)) = (&active, request.extensions().get::<Explain>()) {
+            explain.note(Policy::Fault, || active.injected.to_string());
+        }
         let state = match &active {
             None => State::Sent { inner: self.inner.call(request) },
             Some(active) => {

@@ -81,13 +81,14 @@ where
         self.inner.poll_ready(cx)
     }
 
-    fn call(&mut self, request: R) -> Self::Future {
+    fn call(&mut self, mut request: R) -> Self::Future {
         let hedged = self.hedge.as_ref().filter(|_| request.is_idempotent()).map(|hedge| {
             let now = Instant::now();
             hedge.begin(now);
             let at = hedge.delay(now).map(|delay| now + delay);
             // No hedge that would only begin when nobody waits any more.
             let at = at.filter(|at| request.deadline().is_none_or(|end| end > Deadline::at(*at)));
+            request.keep_apart();
             Hedged { hedge: hedge.clone(), start: now, at, copy: Some(request.copy()) }
         });
         HedgeFuture {

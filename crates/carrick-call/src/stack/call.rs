@@ -1,12 +1,18 @@
 //! What the stack asks of a request, and what becomes of an answer.
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
+};
 
 use carrick_core::{deadline::Deadline, outcome::Outcome};
 use tokio::time::Instant;
 
 use super::{Ended, Open, Shared};
-use crate::{explain::Explain, outlier::Verdict};
+use crate::{balance::HostId, bulkhead::Priority, explain::Explain, outlier::Verdict};
 
 /// What the stack asks of a request.
 pub trait Call: Sized {
@@ -27,6 +33,34 @@ pub trait Call: Sized {
 
     /// Where decisions are noted, if anybody wants to know.
     fn explain(&self) -> Option<&Explain>;
+
+    /// How important it is where it has to wait in line.
+    fn priority(&self) -> Priority {
+        Priority::Default
+    }
+
+    /// Wants its copies to go to other hosts than it does, as a hedge should.
+    fn keep_apart(&mut self) {}
+
+    /// What it and its copies share for that.
+    fn tried(&self) -> Option<&Tried> {
+        None
+    }
+}
+
+/// Which host a request went to last, shared by its copies that are under way at the same time.
+#[derive(Clone, Debug, Default)]
+pub struct Tried(Arc<AtomicUsize>);
+
+impl Tried {
+    pub(super) fn host(&self) -> Option<HostId> {
+        let id = self.0.load(Relaxed);
+        (id != 0).then_some(HostId(id)) // no host is at address 0
+    }
+
+    pub(super) fn set(&self, host: HostId) {
+        self.0.store(host.0, Relaxed);
+    }
 }
 
 /// Nothing to ask for, as benches and tests do it.

@@ -15,15 +15,17 @@ use rand::{SeedableRng, rngs::SmallRng};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tower_service::Service;
 
-use super::{Call, Ended, Finish, Held, Open, Shared};
+use super::{Call, Ended, Finish, Held, Open, Place, Shared, Tried};
 use crate::{
     CallError, Classify, Policy, Refusal,
-    balance::Host,
+    balance::HostId,
     budget::{Deposit, Paid},
+    bulkhead::Priority,
     classify::Hints,
     deadline::Armed,
     explain::{self, Explain},
     outlier::{Origin, Verdict},
+    queue::{self, Enter},
     retry::{Attempt, Decision, Repeat, decide},
 };
 
@@ -53,7 +55,7 @@ pin_project! {
         explain: Option<Explain>,
         n: u32,
         backoff: u32,
-        avoid: Option<Arc<Host<S>>>,
+        avoid: Option<HostId>,
         open: Option<Open<S>>,
         deposit: Option<Deposit>,
         paid: Option<Paid>,
@@ -79,6 +81,7 @@ pin_project! {
     #[project = Projected]
     enum State<S, F> {
         Begin,
+        Queuing { #[pin] enter: Enter },
         Readying { service: Option<S> },
         Calling { #[pin] future: F },
         Waiting { #[pin] sleep: Sleep },
@@ -142,6 +145,22 @@ where
             let this = self.as_mut().project();
             let step = match this.state.project() {
                 Projected::Begin => self.as_mut().begin(),
+                Projected::Queuing { enter } => {
+                    let entered = match enter.poll(cx) {
+                        Poll::Pending => {
+                            *this.waited = true;
+                            return Poll::Pending; // its place is kept until the deadline at most
+                        }
+                        Poll::Ready(entered) => entered,
+                    };
+                    if *this.waited {
+                        *this.now = Instant::now();
+                    }
+                    match entered {
+                        Ok(permit) => self.as_mut().open(Some(permit)),
+                        Err(refusal) => refuse(this.explain, *this.n, refusal),
+                    }
+                }
                 Projected::Readying { service } => {
                     let service = service.as_mut().expect("there until it is called");
                     match service.poll_ready(cx) {
@@ -190,9 +209,9 @@ where
     C: Classify<S::Response, S::Error>,
     F: Finish<S, S::Response>,
 {
-    /// Begins an attempt: asks everybody, and gets the host's service.
-    fn begin(self: Pin<&mut Self>) -> Step<Answered<S, R, F>> {
-        let mut this = self.project();
+    /// Begins an attempt, in line if there is one.
+    fn begin(mut self: Pin<&mut Self>) -> Step<Answered<S, R, F>> {
+        let mut this = self.as_mut().project();
         let policies = &this.shared.policies;
         let now = *this.now;
         *this.n += 1;
@@ -208,30 +227,26 @@ where
         if *this.n == 1 {
             *this.deposit = Some(policies.budget.deposit(now));
         }
-        let avoid = this.avoid.as_deref();
-        let picked = with_rng(|rng| policies.balancer.pick(now, rng, avoid));
-        // With one host there is nobody else to ask.
-        let picked = match picked {
-            Err(_) if avoid.is_some() => with_rng(|rng| policies.balancer.pick(now, rng, None)),
-            picked => picked,
-        };
-        let pick = match picked {
-            Ok(pick) => pick,
+        let Some(queue) = &this.shared.queue else { return self.open(None) };
+        // Whoever would get its turn too late for an answer is let go before that.
+        let latest = this.deadline.instant() - policies.retry.min_useful();
+        let enter = queue.enter(priority(this.next), Some(Deadline::at(latest)));
+        this.state.set(State::Queuing { enter });
+        Step::On
+    }
+
+    /// Asks everybody else, and gets the host's service.
+    fn open(self: Pin<&mut Self>, queued: Option<queue::Permit>) -> Step<Answered<S, R, F>> {
+        let mut this = self.project();
+        let now = *this.now;
+        let opened = with_rng(|rng| this.shared.open(this.next, *this.avoid, queued, now, rng));
+        let open = match opened {
+            Ok(open) => open,
             Err(refusal) => return refuse(this.explain, *this.n, refusal),
         };
-        let bulkhead = match policies.bulkhead.enter(crate::bulkhead::Priority::Default) {
-            Ok(ticket) => ticket,
-            Err(refusal) => return refuse(this.explain, *this.n, refusal),
-        };
-        let breaker = match policies.breaker.enter(now) {
-            Ok(ticket) => ticket,
-            Err(refusal) => {
-                policies.bulkhead.leave(bulkhead, None, now);
-                return refuse(this.explain, *this.n, refusal);
-            }
-        };
-        let service = pick.host().value().clone();
-        *this.open = Some(Open { pick, bulkhead, breaker });
+        let policies = &this.shared.policies;
+        let service = open.pick.host().value().clone();
+        *this.open = Some(open);
         *this.is_last = *this.n >= policies.retry.max_attempts();
         *this.ends = match policies.per_try_timeout {
             Some(span) if !*this.is_last => this.deadline.instant().min(now + span),
@@ -277,7 +292,7 @@ where
         let verdict = Verdict::local(Outcome::Expired);
         let in_all = now >= this.deadline.instant();
         tell(this.explain, *this.n, &open, Outcome::Expired, now);
-        *this.avoid = Some(Arc::clone(open.pick.host()));
+        *this.avoid = Some(open.pick.host().id());
         this.shared.close(open, Some(Ended { outcome: Outcome::Expired, verdict }), now);
         this.shared.expired.increment(1);
         if in_all {
@@ -337,7 +352,7 @@ where
             };
             let again = failed.again(this.kept.as_ref(), this.shared, this.explain.as_ref(), now);
             if let Some(again) = again {
-                *this.avoid = Some(Arc::clone(open.pick.host()));
+                *this.avoid = Some(open.pick.host().id());
                 this.shared.close(open, Some(ended), now);
                 drop(result); // its connection is free before the next attempt looks for one
                 (*this.backoff, *this.paid) = (again.backoff, Some(again.paid));
@@ -363,6 +378,55 @@ where
             Err(error) => {
                 this.shared.close(open, Some(ended), now);
                 Step::Over(Err(CallError::Inner(error)))
+            }
+        }
+    }
+}
+
+fn priority<R: Call>(next: &Option<R>) -> Priority {
+    next.as_ref().map_or(Priority::Default, Call::priority)
+}
+
+impl<S> Shared<S> {
+    /// Asks whoever may refuse an attempt; what was taken before a refusal is given back.
+    fn open<R: Call>(
+        &self,
+        next: &Option<R>,
+        avoid: Option<HostId>,
+        queued: Option<queue::Permit>,
+        now: Instant,
+        rng: &mut SmallRng,
+    ) -> Result<Open<S>, Refusal> {
+        let policies = &self.policies;
+        let throttle = policies.throttle.as_ref().map(|throttle| throttle.admit(now, rng));
+        let throttle = throttle.transpose()?;
+        let others = || {
+            let tried = next.as_ref().and_then(Call::tried);
+            let avoid = avoid.or_else(|| tried.and_then(Tried::host));
+            let pick = policies.balancer.pick(now, rng, avoid)?;
+            let place = match queued {
+                Some(permit) => Place::Queued(permit),
+                None => Place::Taken(policies.bulkhead.enter(priority(next))?),
+            };
+            let breaker = match policies.breaker.enter(now) {
+                Ok(ticket) => ticket,
+                Err(refusal) => {
+                    self.vacate(place, None, now);
+                    return Err(refusal);
+                }
+            };
+            if let Some(tried) = tried {
+                tried.set(pick.host().id());
+            }
+            Ok((pick, place, breaker))
+        };
+        match others() {
+            Ok((pick, place, breaker)) => Ok(Open { pick, place, breaker, throttle }),
+            Err(refusal) => {
+                if let Some(permit) = throttle {
+                    permit.settle(Outcome::Rejected, now);
+                }
+                Err(refusal)
             }
         }
     }

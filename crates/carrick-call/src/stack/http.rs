@@ -8,14 +8,16 @@ use http::{HeaderValue, Request};
 use http_body::Body;
 use tokio::time::Instant;
 
-use super::Call;
+use super::{Call, Tried};
 use crate::{
+    bulkhead::Priority,
     deadline::wire::{has_trace, write_deadline, write_trace},
     explain::Explain,
     retry::{ATTEMPT, ReplayBody, is_idempotent_request},
 };
 
-/// A [`Deadline`] and an [`Explain`] in the extensions win over the context in scope.
+/// A [`Deadline`] in the extensions wins over that of the context in scope; an [`Explain`] and a
+/// [`Priority`] are found there too.
 impl<B> Call for Request<ReplayBody<B>>
 where
     B: Body<Data = Bytes> + Unpin,
@@ -58,6 +60,18 @@ where
     }
 
     fn explain(&self) -> Option<&Explain> {
+        self.extensions().get()
+    }
+
+    fn priority(&self) -> Priority {
+        self.extensions().get().copied().unwrap_or_default()
+    }
+
+    fn keep_apart(&mut self) {
+        self.extensions_mut().insert(Tried::default());
+    }
+
+    fn tried(&self) -> Option<&Tried> {
         self.extensions().get()
     }
 }

@@ -1,7 +1,7 @@
 //! The stack: every policy of a dependency, in its one right order.
 //!
-//! Total deadline → retry (one budget) → timeout of one try → balancer (outliers left out) → bulkhead
-//! → breaker → the host's own service. The order is fixed here and not by whoever wraps services in
+//! Total deadline → retry (one budget) → timeout of one try → queue → throttle → balancer (outliers
+//! left out) → bulkhead → breaker → the host's own service. The order is fixed here and not by whoever wraps services in
 //! services: a breaker outside of the retries would count one failure for three attempts, a timeout
 //! inside of a limit would leave its place taken.
 //!
@@ -32,7 +32,7 @@ use tower_service::Service;
 #[cfg(feature = "client")]
 pub(crate) use self::http::grpc_outcome;
 pub use self::{
-    call::{AtHead, Call, Finish, Held},
+    call::{AtHead, Call, Finish, Held, Tried},
     future::StackFuture,
 };
 use crate::{
@@ -42,7 +42,9 @@ use crate::{
     budget::Budget,
     bulkhead::{self, Bulkhead},
     deadline::Timer,
+    queue::{self, Queue, QueueConfig},
     retry::RetryConfig,
+    throttle::{self, Throttle},
 };
 
 /// The policies of one dependency.
@@ -60,8 +62,12 @@ pub struct Policies<S> {
     pub budget: Budget,
     /// The hosts.
     pub balancer: Balancer<S>,
+    /// Asks less of a dependency that refuses often, if that is wanted.
+    pub throttle: Option<Throttle>,
     /// Calls at a time.
     pub bulkhead: Bulkhead,
+    /// Who finds no place there waits for one, if that is wanted.
+    pub queue: Option<QueueConfig>,
     /// The circuit.
     pub breaker: Breaker,
     /// What deadlines are armed on.
@@ -77,6 +83,7 @@ pub struct Stack<S, C, F = AtHead> {
 
 pub(crate) struct Shared<S> {
     pub(crate) policies: Policies<S>,
+    queue: Option<Queue>,
     attempts: Counter,
     retries: Counter,
     expired: Counter,
@@ -86,25 +93,46 @@ pub(crate) struct Shared<S> {
 /// What an attempt holds of its policies; given back when it ends.
 pub(crate) struct Open<S> {
     pick: Pick<S>,
-    bulkhead: bulkhead::Ticket,
+    place: Place,
     breaker: breaker::Ticket,
+    throttle: Option<throttle::Permit>,
+}
+
+/// A place of the bulkhead.
+enum Place {
+    Taken(bulkhead::Ticket),
+    /// It was waited for; when it goes, the next in line gets it.
+    Queued(queue::Permit),
 }
 
 impl<S> Shared<S> {
     /// Gives back what an attempt holds, with how it ended; `None` decides nothing.
     fn close(&self, open: Open<S>, ended: Option<Ended>, now: Instant) {
-        let Open { pick, bulkhead, breaker } = open;
+        let Open { pick, place, breaker, throttle } = open;
         let policies = &self.policies;
         let Some(Ended { outcome, verdict }) = ended else {
             policies.breaker.leave(breaker, None, now);
-            policies.bulkhead.leave(bulkhead, None, now);
-            return; // the pick goes by itself
+            self.vacate(place, None, now);
+            return; // the others go by themselves
         };
         let elapsed = now.saturating_duration_since(pick.started());
         policies.breaker.leave(breaker, Some((outcome, elapsed)), now);
-        policies.bulkhead.leave(bulkhead, Some((outcome, elapsed)), now);
+        self.vacate(place, Some((outcome, elapsed)), now);
+        if let Some(permit) = throttle {
+            permit.settle(outcome, now);
+        }
         policies.budget.settle(outcome);
         pick.settle(verdict, elapsed, now);
+    }
+
+    fn vacate(&self, place: Place, ended: Option<(Outcome, Duration)>, now: Instant) {
+        match (place, ended) {
+            (Place::Taken(ticket), ended) => self.policies.bulkhead.leave(ticket, ended, now),
+            (Place::Queued(permit), Some((outcome, elapsed))) => {
+                permit.settle(outcome, elapsed, now);
+            }
+            (Place::Queued(permit), None) => drop(permit),
+        }
     }
 }
 
@@ -131,6 +159,10 @@ impl<S, C, F> Stack<S, C, F> {
             retries: counter!("carrick_retry_attempts_total", "dependency" => label()),
             expired: counter!("carrick_deadline_expired_total", "dependency" => label()),
             seconds: histogram!("carrick_call_seconds", "dependency" => label()),
+            queue: policies
+                .queue
+                .clone()
+                .map(|config| Queue::new(&policies.name, config, policies.bulkhead.clone())),
             policies,
         };
         Self { shared: Arc::new(shared), classify, finish }
@@ -139,6 +171,11 @@ impl<S, C, F> Stack<S, C, F> {
     /// The policies.
     pub fn policies(&self) -> &Policies<S> {
         &self.shared.policies
+    }
+
+    /// The line for places, if there is one.
+    pub fn queue(&self) -> Option<&Queue> {
+        self.shared.queue.as_ref()
     }
 }
 

@@ -18,10 +18,11 @@ use crate::{
     balance::{BalanceConfig, Endpoint},
     breaker::{BreakerConfig, State},
     budget::{BudgetConfig, BudgetOptions},
-    bulkhead::{BulkheadConfig, BulkheadOptions},
+    bulkhead::{BulkheadConfig, BulkheadOptions, Priority},
     classify::Hints,
     explain::Explain,
     retry::RetryOptions,
+    throttle::ThrottleConfig,
 };
 
 const MS: Duration = Duration::from_millis(1);
@@ -40,6 +41,7 @@ struct Host {
     address: String,
     script: Arc<dyn Script>,
     calls: Arc<Mutex<Vec<String>>>,
+    attempts: Arc<Mutex<Vec<u32>>>,
     under_way: Arc<AtomicUsize>,
     is_ready: bool,
 }
@@ -77,7 +79,7 @@ impl Service<Request> for Host {
 
     fn call(&mut self, request: Request) -> Self::Future {
         assert!(std::mem::take(&mut self.is_ready), "called before it was ready");
-        assert_eq!(request.prepared, Some(self.calls.lock().unwrap().len() as u32 + 1));
+        self.attempts.lock().unwrap().push(request.prepared.expect("prepared before it is sent"));
         let mut calls = self.calls.lock().unwrap();
         let does = self.script.of(&self.address, calls.len());
         calls.push(self.address.clone());
@@ -104,6 +106,7 @@ struct Request {
     is_unsafe: bool,
     prepared: Option<u32>,
     explain: Option<Explain>,
+    priority: Priority,
 }
 
 impl Call for Request {
@@ -130,6 +133,10 @@ impl Call for Request {
     fn explain(&self) -> Option<&Explain> {
         self.explain.as_ref()
     }
+
+    fn priority(&self) -> Priority {
+        self.priority
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -150,19 +157,23 @@ impl Classify<&'static str, &'static str> for Judge {
 struct Scene {
     stack: Stack<Host, Judge>,
     calls: Arc<Mutex<Vec<String>>>,
+    attempts: Arc<Mutex<Vec<u32>>>,
     under_way: Arc<AtomicUsize>,
 }
 
 fn scene(hosts: usize, does: &[Does], change: impl FnOnce(&mut Policies<Host>)) -> Scene {
     let calls = Arc::<Mutex<Vec<String>>>::default();
+    let attempts = Arc::<Mutex<Vec<u32>>>::default();
     let under_way = Arc::<AtomicUsize>::default();
     let script: Arc<dyn Script> = Arc::new(Each(does.to_vec()));
     let make = {
-        let (calls, under_way) = (Arc::clone(&calls), Arc::clone(&under_way));
+        let (calls, attempts) = (Arc::clone(&calls), Arc::clone(&attempts));
+        let under_way = Arc::clone(&under_way);
         move |endpoint: &Endpoint| Host {
             address: endpoint.address.to_string(),
             script: Arc::clone(&script),
             calls: Arc::clone(&calls),
+            attempts: Arc::clone(&attempts),
             under_way: Arc::clone(&under_way),
             is_ready: false,
         }
@@ -177,12 +188,15 @@ fn scene(hosts: usize, does: &[Does], change: impl FnOnce(&mut Policies<Host>)) 
         retry: RetryConfig::default(),
         budget: Budget::new("test", BudgetConfig::default()),
         balancer,
+        throttle: None,
         bulkhead: Bulkhead::new("test", BulkheadConfig::default()),
+        queue: None,
         breaker: Breaker::new("test", BreakerConfig::default()),
         timer: Timer::new(),
     };
     change(&mut policies);
-    Scene { stack: Stack::new(policies, Judge { never_sent: false }), calls, under_way }
+    let stack = Stack::new(policies, Judge { never_sent: false });
+    Scene { stack, calls, attempts, under_way }
 }
 
 impl Scene {
@@ -199,6 +213,7 @@ impl Scene {
         let policies = self.stack.policies();
         assert_eq!(self.under_way.load(Ordering::SeqCst), 0, "calls under way");
         assert_eq!(policies.bulkhead.in_flight(), 0, "places taken");
+        assert_eq!(self.stack.queue().map_or(0, Queue::waiting), 0, "calls in line");
         assert_eq!(policies.timer.armed(), 0, "deadlines armed");
         let pending: u32 = policies.balancer.hosts().iter().map(|host| host.pending()).sum();
         assert_eq!(pending, 0, "calls pending at hosts");
@@ -240,6 +255,7 @@ async fn a_host_that_hangs_costs_one_try_and_the_last_try_may_take_what_is_left(
     let start = Instant::now();
     assert_eq!(scene.call(Request::default()).await.unwrap(), "answer");
     assert!(start.elapsed() >= 1500 * MS && start.elapsed() < 1520 * MS, "{:?}", start.elapsed());
+    assert_eq!(*scene.attempts.lock().unwrap(), [1, 2, 3], "as the wire says them");
     scene.assert_idle();
 }
 
@@ -349,4 +365,98 @@ async fn without_hosts_a_call_is_refused() {
     let scene = scene(0, &[Does::Answers], |_| {});
     let error = scene.call(Request::default()).await.unwrap_err();
     assert!(matches!(error, CallError::Refused(refusal) if refusal.policy == Policy::Balance));
+}
+
+fn one_place(policies: &mut Policies<Host>) {
+    let options = BulkheadOptions { max: 1, ..BulkheadOptions::default() };
+    policies.bulkhead = Bulkhead::new("test", BulkheadConfig::try_from(options).unwrap());
+    policies.queue = Some(QueueConfig::default());
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_a_queue_calls_wait_for_a_place_the_important_first() {
+    let script = [Does::Takes(100 * MS), Does::Answers];
+    let scene = scene(1, &script, one_place);
+    let start = Instant::now();
+    let said = Mutex::new(Vec::new());
+    let call = |priority: Priority| {
+        let (scene, said) = (&scene, &said);
+        async move {
+            let request = Request { priority, ..Request::default() };
+            assert_eq!(scene.call(request).await.unwrap(), "answer");
+            said.lock().unwrap().push(priority);
+        }
+    };
+    let critical = Priority::Critical;
+    tokio::join!(call(Priority::Default), call(Priority::Sheddable), call(critical));
+    assert_eq!(*said.lock().unwrap(), [Priority::Default, Priority::Critical, Priority::Sheddable]);
+    assert!((100 * MS..110 * MS).contains(&start.elapsed()), "{:?}", start.elapsed());
+    scene.assert_idle();
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_too_long_in_line_is_refused_without_having_been_sent() {
+    let scene = scene(1, &[Does::Hangs], one_place);
+    let first = scene.call(Request::default());
+    let second = async {
+        let start = Instant::now();
+        let error = scene.call(Request::default()).await.unwrap_err();
+        assert!(error.was_never_sent());
+        let CallError::Refused(refusal) = error else { panic!("{error:?}") };
+        assert_eq!(refusal.policy, Policy::Queue);
+        assert!((500 * MS..510 * MS).contains(&start.elapsed()), "{:?}", start.elapsed());
+        // Whoever has less time than that is let go while an answer could still come in time.
+        let deadline = Some(Deadline::at(Instant::now() + 200 * MS));
+        let start = Instant::now();
+        assert!(scene.call(Request { deadline, ..Request::default() }).await.is_err());
+        assert!((150 * MS..160 * MS).contains(&start.elapsed()), "{:?}", start.elapsed());
+    };
+    let (first, ()) = tokio::join!(first, second);
+    assert!(first.is_err());
+    assert_eq!(scene.calls().len(), 1);
+    scene.assert_idle();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_dropped_in_line_leaves_it() {
+    let scene = scene(1, &[Does::Hangs, Does::Answers], one_place);
+    let mut first = Box::pin(scene.call(Request::default()));
+    let mut second = Box::pin(scene.call(Request::default()));
+    assert!(poll!(&mut first).is_pending() && poll!(&mut second).is_pending());
+    assert_eq!(scene.stack.queue().unwrap().waiting(), 1);
+    drop(second);
+    assert_eq!(scene.stack.queue().unwrap().waiting(), 0);
+    let mut third = Box::pin(scene.call(Request::default()));
+    assert!(poll!(&mut third).is_pending());
+    drop(first);
+    assert_eq!(third.await.unwrap(), "answer");
+    scene.assert_idle();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttle_learns_from_attempts_and_refuses_before_a_host_is_asked() {
+    let scene = scene(1, &[Does::Hangs], |policies| {
+        policies.timeout = 60 * MS;
+        policies.throttle = Some(Throttle::new("test", ThrottleConfig::default()));
+        policies.breaker.force(Some(crate::breaker::Forced::Closed), Instant::now());
+    });
+    let calls = futures_util::future::join_all((0..100).map(|_| scene.call(Request::default())));
+    assert!(calls.await.iter().all(Result::is_err));
+    let asked = scene.calls().len();
+    assert!(asked < 60, "{asked} of 100: nothing was accepted");
+    let throttle = scene.stack.policies().throttle.as_ref().unwrap();
+    assert!(throttle.chance(Instant::now()) > 0.7);
+    scene.assert_idle();
+
+    // What an open circuit refuses was never asked of the dependency.
+    let scene = self::scene(1, &[Does::Answers], |policies| {
+        policies.throttle = Some(Throttle::new("test", ThrottleConfig::default()));
+        policies.breaker.force(Some(crate::breaker::Forced::Open), Instant::now());
+    });
+    for _ in 0..100 {
+        let error = scene.call(Request::default()).await.unwrap_err();
+        assert!(matches!(error, CallError::Refused(refusal) if refusal.policy == Policy::Breaker));
+    }
+    let throttle = scene.stack.policies().throttle.as_ref().unwrap();
+    assert!(throttle.chance(Instant::now()) < 0.01);
 }

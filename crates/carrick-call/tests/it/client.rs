@@ -12,11 +12,15 @@ use std::{
 use bytes::Bytes;
 use carrick_call::{
     CallError, Policy,
+    balance::Endpoint,
     breaker::State,
+    bulkhead::Priority,
     client::{AnswerError, Client, DependencyConfig, DependencyOptions, tls_config},
     egress::{EgressConfig, EgressOptions, Guarded},
     explain::Explain,
+    fault::{AbortOptions, DelayOptions, FaultOptions},
     hedge::HedgeOptions,
+    queue::QueueOptions,
     retry::{ATTEMPT, RETRIED},
 };
 use carrick_core::deadline::Deadline;
@@ -425,6 +429,114 @@ async fn resty_1197_failsafe_go_65_ten_hedged_megabytes_arrive_whole() {
         assert!(calls.load(Ordering::SeqCst) >= 35, "some were made twice");
         assert_eq!(client.bulkhead().in_flight(), 0);
     }
+}
+
+#[tokio::test]
+async fn a_hedge_goes_to_another_host() {
+    let hangs = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let slow = Server::start({
+        let hangs = Arc::clone(&hangs);
+        move |_| {
+            let hangs = hangs.load(Ordering::SeqCst);
+            async move {
+                if hangs {
+                    std::future::pending::<()>().await;
+                }
+                answer(200, "slow")
+            }
+        }
+    })
+    .await;
+    let well = Server::start(|_| async {
+        tokio::time::sleep(50 * MS).await;
+        answer(200, "well")
+    })
+    .await;
+    let mut options = options(&[&slow, &well]);
+    options.max_attempts = 1;
+    options.hedge = Some(HedgeOptions { share: 1.0, ..HedgeOptions::default() });
+    let client = client(options);
+    // By weight and by latency it is the one to ask, a second time too.
+    let endpoint =
+        |server: &Server, weight| Endpoint::new(server.address.to_string()).with_weight(weight);
+    client.set_hosts(vec![endpoint(&slow, 1000), endpoint(&well, 1)]);
+    for _ in 0..50 {
+        text(&client, "/").await;
+    }
+    hangs.store(true, Ordering::SeqCst);
+    for _ in 0..5 {
+        assert_eq!(text(&client, "/").await, "well");
+    }
+    assert_eq!(client.bulkhead().in_flight(), 0);
+}
+
+#[tokio::test]
+async fn injected_faults_look_like_the_dependencys_own() {
+    let server = Server::start(|_| async { answer(200, "x") }).await;
+    for http2 in [false, true] {
+        let mut options = options(&[&server]);
+        options.pool.http2 = http2;
+        let abort = Some(AbortOptions { share: 1.0, status: 503 });
+        let header = Some(("x-test".to_owned(), "yes".to_owned()));
+        options.fault = Some(FaultOptions { abort, header, ..FaultOptions::default() });
+        let client = client(options);
+        assert_eq!(text(&client, "/").await, "x");
+        let explain = Explain::new(Instant::now());
+        let mut request = get("/");
+        request.headers_mut().insert("x-test", "yes".parse().unwrap());
+        request.extensions_mut().insert(explain.clone());
+        let answer = client.call(request).await.unwrap();
+        assert_eq!(answer.status(), 503);
+        assert!(answer.into_body().collect().await.unwrap().to_bytes().is_empty());
+        assert_eq!(explain.attempts().len(), 3, "it is tried again as a 503 is");
+        let told = explain.decisions()[0].to_string();
+        assert_eq!(told, "fault: answered with 503 without being sent");
+        assert_eq!(client.bulkhead().in_flight(), 0);
+    }
+    assert_eq!(server.connections(), 2, "one for each call that was sent");
+
+    let mut options = options(&[&server]);
+    options.timeout = 100 * MS;
+    let (time, jitter) = (Duration::from_secs(5), Duration::ZERO);
+    let delay = Some(DelayOptions { share: 1.0, time, jitter });
+    options.fault = Some(FaultOptions { delay, ..FaultOptions::default() });
+    let client = client(options);
+    assert!(matches!(client.call(get("/")).await, Err(CallError::Expired)));
+}
+
+#[tokio::test]
+async fn with_a_queue_a_burst_waits_for_places_until_its_bodies_are_read() {
+    let most = Arc::<AtomicUsize>::default();
+    let at_a_time = Arc::<AtomicUsize>::default();
+    let server = Server::start({
+        let (most, at_a_time) = (Arc::clone(&most), Arc::clone(&at_a_time));
+        move |_| {
+            let (most, at_a_time) = (Arc::clone(&most), Arc::clone(&at_a_time));
+            async move {
+                let now = at_a_time.fetch_add(1, Ordering::SeqCst) + 1;
+                most.fetch_max(now, Ordering::SeqCst);
+                tokio::time::sleep(MS).await;
+                at_a_time.fetch_sub(1, Ordering::SeqCst);
+                answer(200, vec![b'x'; 100_000])
+            }
+        }
+    })
+    .await;
+    let mut options = options(&[&server]);
+    options.bulkhead.max = 4;
+    options.timeout = Duration::from_secs(30);
+    let max_wait = Duration::from_secs(20);
+    options.queue = Some(QueueOptions { length: 100, max_wait, ..QueueOptions::default() });
+    let client = client(options);
+    let calls = (0..50).map(|_| async {
+        let mut request = get("/");
+        request.extensions_mut().insert(Priority::Critical);
+        client.call(request).await.unwrap().into_body().collect().await.unwrap().to_bytes().len()
+    });
+    let read = futures_util::future::join_all(calls).await;
+    assert_eq!(read, [100_000; 50]);
+    assert_eq!(most.load(Ordering::SeqCst), 4);
+    assert_eq!(client.bulkhead().in_flight(), 0);
 }
 
 #[tokio::test]

@@ -50,7 +50,9 @@ fn a_call_that_succeeds_allocates_nothing() {
         retry: RetryConfig::default(),
         budget: Budget::new("test", BudgetConfig::default()),
         balancer,
+        throttle: None,
         bulkhead: Bulkhead::new("test", BulkheadConfig::default()),
+        queue: None,
         breaker: Breaker::new("test", BreakerConfig::default()),
         timer: Timer::new(),
     };

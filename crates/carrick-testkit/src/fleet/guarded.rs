@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use carrick_call::{
     Policy as Who, Refusal,
-    balance::{BalanceConfig, Balancer, Endpoint, Host, Pick},
+    balance::{BalanceConfig, Balancer, Endpoint, HostId, Pick},
     breaker::{Breaker, BreakerConfig, Ticket},
     budget::{Budget, BudgetConfig, Deposit, Paid},
     outlier::{Detector, OutlierConfig, Verdict},
@@ -70,7 +70,7 @@ pub struct GuardedCall {
     deadline: Option<Deadline>,
     n: u32,
     backoff: u32,
-    avoid: Option<Arc<Host<usize>>>,
+    avoid: Option<HostId>,
     open: Option<Open>,
     deposit: Option<Deposit>,
     paid: Option<Paid>,
@@ -151,7 +151,7 @@ impl Policy for Guarded {
         if left.is_some_and(|left| left < retry.min_useful()) {
             return Err(LATE);
         }
-        let pick = self.balancer.pick(now, dice, call.avoid.as_deref())?;
+        let pick = self.balancer.pick(now, dice, call.avoid)?;
         let (throttle, breaker) = match self.admit(now, dice) {
             Ok(permits) => permits,
             Err(refusal) => {
@@ -190,7 +190,7 @@ impl Policy for Guarded {
                 permit.settle(outcome, now);
             }
             let verdict = if timed_out { Verdict::local(outcome) } else { Verdict::peer(outcome) };
-            call.avoid = Some(Arc::clone(pick.host()));
+            call.avoid = Some(pick.host().id());
             pick.settle(verdict, elapsed, now);
         }
         call.paid = None;
