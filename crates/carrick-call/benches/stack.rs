@@ -17,7 +17,7 @@ use carrick_call::{
     budget::{Budget, BudgetConfig},
     bulkhead::{Bulkhead, BulkheadConfig},
     classify::AnyError,
-    deadline::Timer,
+    deadline::{StreamConfig, Timer},
     retry::RetryConfig,
     stack::{Policies, Stack},
 };
@@ -83,6 +83,7 @@ fn stack(service: Bare) -> Stack<Bare, AnyError> {
         bulkhead: Bulkhead::new("bench", BulkheadConfig::default()),
         queue: None,
         breaker: Breaker::new("bench", BreakerConfig::default()),
+        stream: StreamConfig::default(),
         timer: Timer::new(),
     };
     Stack::new(policies, AnyError)

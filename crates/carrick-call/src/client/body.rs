@@ -3,7 +3,7 @@
 use std::{
     fmt,
     pin::Pin,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use super::{RequestBody, pool::PooledBody, service::Hosted};
 use crate::{
-    deadline::{Armed, wire::is_grpc},
+    deadline::{Bound, is_grpc, is_stream},
     retry::RETRIED,
     stack::{Finish, Held, grpc_outcome},
 };
@@ -23,7 +23,7 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AnswerError {
-    /// The deadline passed while it came.
+    /// The deadline passed while it came, or a stream was silent or alive for too long.
     #[error("the deadline passed before the end of the answer")]
     Expired,
     /// The connection broke.
@@ -31,15 +31,17 @@ pub enum AnswerError {
     Broken(#[source] hyper::Error),
 }
 
-/// The body of an answer, under the deadline of its call.
+/// The body of an answer, under the deadline of its call, or under the limits of streams if it is one:
+/// of type `text/event-stream`, or what a request with [`Streaming`](crate::deadline::Streaming) in its
+/// extensions is answered.
 ///
 /// It holds the call's place at its host and in the bulkhead until it has been read to its end, or is
 /// dropped. What it ends with is the verdict on the call: a gRPC status comes only there.
 pub struct AnswerBody {
     body: PooledBody<RequestBody>,
-    held: Option<Held<Hosted>>,
-    armed: Option<Armed>,
+    held: Option<(Held<Hosted>, Bound)>,
     is_grpc: bool,
+    is_stream: bool,
     outcome: Option<Outcome>,
 }
 
@@ -55,6 +57,7 @@ impl Finish<Hosted, Response<PooledBody<RequestBody>>> for AtEnd {
         answer: Response<PooledBody<RequestBody>>,
         held: Held<Hosted>,
     ) -> Response<AnswerBody> {
+        let is_stream = held.is_streaming() || is_stream(&answer);
         let (mut parts, body) = answer.into_parts();
         if held.attempts() > 1 {
             parts.headers.insert(RETRIED, HeaderValue::from(held.attempts() - 1));
@@ -65,23 +68,30 @@ impl Finish<Hosted, Response<PooledBody<RequestBody>>> for AtEnd {
             held.settle_as_judged();
             None
         } else {
-            Some(held)
+            let bound = held.bound(is_stream);
+            Some((held, bound))
         };
-        let body = AnswerBody { body, held, armed: None, is_grpc, outcome: None };
+        let body = AnswerBody { body, held, is_grpc, is_stream, outcome: None };
         Response::from_parts(parts, body)
     }
 }
 
 impl AnswerBody {
     fn end(&mut self, outcome: Option<Outcome>) {
-        self.armed = None;
-        if let Some(held) = self.held.take() {
-            let now = Instant::now();
+        if let Some((held, _)) = self.held.take() {
             match outcome.or(self.outcome) {
-                Some(outcome) => held.settle(outcome, now),
+                outcome if self.is_stream => held.settle_stream(outcome, Instant::now()),
+                Some(outcome) => held.settle(outcome, Instant::now()),
                 None => held.settle_as_judged(),
             }
         }
+    }
+
+    fn expire(&mut self) -> AnswerError {
+        let is_aged = self.held.as_ref().is_some_and(|(_, bound)| bound.is_aged(Instant::now()));
+        // A stream that lived for as long as it may was well.
+        self.end((!is_aged).then_some(Outcome::Expired));
+        AnswerError::Expired
     }
 }
 
@@ -96,15 +106,9 @@ impl Body for AnswerBody {
         let this = self.get_mut();
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Pending => {
-                let Some(held) = &this.held else { return Poll::Pending };
-                let deadline = held.deadline().instant();
-                match held.timer().poll_at(deadline, &mut this.armed, cx.waker()) {
-                    Poll::Pending => Poll::Pending,
-                    Poll::Ready(()) => {
-                        this.end(Some(Outcome::Expired));
-                        Poll::Ready(Some(Err(AnswerError::Expired)))
-                    }
-                }
+                let Some((_, bound)) = &mut this.held else { return Poll::Pending };
+                ready!(bound.poll(cx));
+                Poll::Ready(Some(Err(this.expire())))
             }
             Poll::Ready(None) => {
                 this.end(None);
@@ -116,6 +120,8 @@ impl Body for AnswerBody {
                 }
                 if this.body.is_end_stream() {
                     this.end(None);
+                } else if this.held.as_mut().is_some_and(|(_, bound)| bound.came()) {
+                    return Poll::Ready(Some(Err(this.expire())));
                 }
                 Poll::Ready(Some(Ok(frame)))
             }

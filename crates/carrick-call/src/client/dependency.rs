@@ -12,6 +12,7 @@ use crate::{
     breaker::{BreakerConfig, BreakerOptions},
     budget::{BudgetConfig, BudgetOptions},
     bulkhead::{BulkheadConfig, BulkheadOptions},
+    deadline::{StreamConfig, StreamOptions},
     fault::{FaultConfig, FaultOptions},
     hedge::{HedgeConfig, HedgeOptions},
     outlier::{OutlierConfig, OutlierOptions, may_eject},
@@ -39,6 +40,8 @@ pub struct DependencyOptions {
     /// left. Default: what is left.
     #[serde(deserialize_with = "optional")]
     pub per_try_timeout: Option<Duration>,
+    /// Until when answers that are streams may go on, whose heads alone come under `timeout`.
+    pub stream: StreamOptions,
     /// Attempts, the first among them, 1..=20. Default 3.
     pub max_attempts: u32,
     /// Waits and bodies of retries.
@@ -77,6 +80,7 @@ impl Default for DependencyOptions {
             dns_interval: None,
             timeout: Duration::from_secs(2),
             per_try_timeout: None,
+            stream: StreamOptions::default(),
             max_attempts: 3,
             retry: RetryOptions::default(),
             budget: BudgetOptions::default(),
@@ -119,6 +123,7 @@ pub struct DependencyConfig {
     pub(super) dns_interval: Option<Duration>,
     pub(super) timeout: Duration,
     pub(super) per_try_timeout: Option<Duration>,
+    pub(super) stream: StreamConfig,
     pub(super) retry: RetryConfig,
     pub(super) budget: BudgetConfig,
     pub(super) breaker: BreakerConfig,
@@ -157,6 +162,7 @@ impl DependencyConfig {
             dns_interval,
             timeout,
             per_try_timeout,
+            stream,
             max_attempts,
             retry,
             budget,
@@ -207,6 +213,7 @@ impl DependencyConfig {
         );
         let retry = RetryOptions { max_attempts: max_attempts.clamp(1, 20), ..retry };
         let outlier_options = outlier.clone();
+        let stream = faults.take("stream", StreamConfig::try_from(stream));
         let retry = faults.take("retry", RetryConfig::try_from(retry));
         let budget = faults.take("budget", BudgetConfig::try_from(budget));
         let breaker = faults.take("breaker", BreakerConfig::try_from(breaker));
@@ -230,6 +237,7 @@ impl DependencyConfig {
             dns_interval,
             timeout,
             per_try_timeout,
+            stream: stream.expect("checked"),
             retry: retry.expect("checked"),
             budget: budget.expect("checked"),
             breaker: breaker.expect("checked"),

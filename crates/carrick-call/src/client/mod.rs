@@ -264,6 +264,7 @@ impl Builder {
             bulkhead: Bulkhead::new(&config.name, config.bulkhead),
             queue: config.queue,
             breaker: Breaker::new(&config.name, config.breaker),
+            stream: config.stream,
             timer: Timer::new(),
             name: config.name,
         };

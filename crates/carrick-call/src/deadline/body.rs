@@ -10,9 +10,8 @@ use http::{HeaderMap, HeaderValue};
 use http_body::{Body, Frame, SizeHint};
 use metrics::Counter;
 use pin_project_lite::pin_project;
-use tokio::time::Instant;
 
-use super::{core::Span, watch::Watch};
+use super::watch::Bound;
 use crate::early::EarlyBody;
 
 pin_project! {
@@ -40,8 +39,7 @@ pin_project! {
 /// What ends a body, and how.
 #[derive(Debug)]
 pub(super) struct Limit {
-    pub(super) span: Span,
-    pub(super) watch: Watch,
+    pub(super) bound: Bound,
     pub(super) expired: Counter,
     pub(super) enforces: bool,
     /// Whether the end is told in gRPC's trailers.
@@ -86,17 +84,13 @@ impl<R: Body<Data = Bytes>> DeadlineBody<R> {
         let Some(watched) = limit else { return Some(polled) };
         let is_over = match &polled {
             Poll::Ready(Some(Ok(frame))) if !frame.is_trailers() && !body.is_end_stream() => {
-                watched.span.came();
-                watched.span.is_over(Instant::now())
+                watched.bound.came()
             }
             Poll::Ready(_) => {
                 *limit = None;
                 return Some(polled);
             }
-            Poll::Pending => {
-                let ends = watched.span.ends(Instant::now);
-                watched.watch.poll(ends, cx).is_ready()
-            }
+            Poll::Pending => watched.bound.poll(cx).is_ready(),
         };
         if !is_over {
             return Some(polled);

@@ -9,7 +9,7 @@ use std::{
 
 use bytes::Bytes;
 use carrick_core::{context::Context, deadline::Deadline};
-use http::{HeaderValue, Request, Response};
+use http::{Request, Response};
 use http_body::Body;
 use metrics::{Counter, counter};
 use pin_project_lite::pin_project;
@@ -18,13 +18,14 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use super::{
-    ClientDeadlineConfig, ClientDeadlineOptions, DeadlineBody, Timer,
+    ClientDeadlineConfig, ClientDeadlineOptions, DeadlineBody, Streaming, Timer,
     body::Limit,
     core::Span,
-    watch::Watch,
+    is_stream,
+    watch::{Bound, Watch},
     wire::{has_trace, write_deadline, write_trace},
 };
-use crate::{CallError, Policy, Refusal, retry::IDEMPOTENCY_KEY};
+use crate::{CallError, Policy, Refusal};
 
 const TOO_LATE: Refusal = Refusal::new(Policy::Deadline, "too little time is left");
 
@@ -32,11 +33,12 @@ const TOO_LATE: Refusal = Refusal::new(Policy::Deadline, "too little time is lef
 ///
 /// For any service of HTTP requests that is not in a [`stack`](crate::stack), which keeps deadlines
 /// itself. The deadline is a [`Deadline`] in the request's extensions, else that of the [`Context`] in
-/// scope, and our own `timeout` if it comes sooner. Also a new span of the context's trace is sent, and
-/// its idempotency key, each unless the request has one: a handler that makes two different calls to
-/// one dependency gives each a key of its own.
+/// scope, and our own `timeout` if it comes sooner. Also a new span of the context's trace is sent,
+/// unless the request has one. The context's idempotency key is not: a handler that makes two different
+/// calls has two effects, and the second would be taken for a repeat of the first.
 ///
-/// The answer's body and trailers are part of the call. Expiry drops what is under way and gives
+/// The answer's body and trailers are part of the call, unless it is a stream ([`Streaming`]), which has
+/// limits of its own from its head on. Expiry drops what is under way and gives
 /// [`CallError::Expired`]; a body breaks off.
 ///
 /// A layer value is one dependency: its services share the timer.
@@ -123,12 +125,14 @@ where
 
     fn call(&mut self, mut request: Request<B>) -> Self::Future {
         let now = Instant::now();
-        let ClientDeadlineOptions { timeout, min_useful, mode } = self.client.options;
+        let ClientDeadlineOptions { timeout, min_useful, stream, mode } = self.client.options;
         let context = Context::current();
         let explicit = request.extensions().get::<Deadline>().copied();
         let asked = explicit.or_else(|| context.as_ref().map(Context::deadline));
         let own = Deadline::at(now + timeout);
         let deadline = asked.map_or(own, |asked| asked.earlier(own));
+        let stream = stream.ends(asked, now);
+        let is_streaming = request.extensions().get::<Streaming>().is_some();
         if deadline.remaining(now) < min_useful {
             self.client.refused.increment(1);
             if mode.enforces() {
@@ -137,25 +141,30 @@ where
             }
         }
         let headers = request.headers_mut();
-        write_deadline(headers, deadline, now);
-        if let Some(context) = context {
-            if !has_trace(headers) {
-                write_trace(headers, &context);
-            }
-            if let Some(key) = context.idempotency_key()
-                && !headers.contains_key(&IDEMPOTENCY_KEY)
-                && let Ok(key) = HeaderValue::from_str(key)
-            {
-                headers.insert(IDEMPOTENCY_KEY, key);
-            }
+        write_deadline(headers, if is_streaming { stream } else { deadline }, now);
+        if let Some(context) = context
+            && !has_trace(headers)
+        {
+            write_trace(headers, &context);
         }
-        let ends = deadline.instant();
-        let watch = Some(Watch::new(self.client.timer.clone(), ends));
+        let ends = Ends { head: deadline.instant(), stream: stream.instant(), is_streaming };
+        let watch = Some(Watch::new(self.client.timer.clone(), ends.head));
         let inner = self.inner.call(request);
         DeadlineFuture {
             state: State::Sent { inner, ends, watch, client: Arc::clone(&self.client) },
         }
     }
+}
+
+/// Until when a call may go on.
+#[derive(Clone, Copy, Debug)]
+struct Ends {
+    /// Its head, and its body if that is no stream.
+    head: Instant,
+    /// Its body if it is one.
+    stream: Instant,
+    /// Whether that is known before the head.
+    is_streaming: bool,
 }
 
 pin_project! {
@@ -175,7 +184,7 @@ pin_project! {
         Sent {
             #[pin]
             inner: F,
-            ends: Instant,
+            ends: Ends,
             // None: it has expired, and that is only counted.
             watch: Option<Watch>,
             client: Arc<Client>,
@@ -201,9 +210,13 @@ where
                 if let Poll::Ready(result) = inner.poll(cx) {
                     let watch = watch.take();
                     let result = result.map_err(CallError::Inner).map(|answer| {
+                        let span = if ends.is_streaming || is_stream(&answer) {
+                            Span::stream(Instant::now(), &client.options.stream, ends.stream)
+                        } else {
+                            Span::Whole(ends.head)
+                        };
                         let limit = Limit {
-                            span: Span::Whole(*ends),
-                            watch: Watch::new(client.timer.clone(), *ends),
+                            bound: Bound::new(span, client.timer.clone()),
                             // What has been counted is not counted again.
                             expired: match watch {
                                 Some(_) => client.expired.clone(),
@@ -218,7 +231,7 @@ where
                     return Poll::Ready(result);
                 }
                 let Some(waits) = watch else { return Poll::Pending };
-                ready!(waits.poll(*ends, cx));
+                ready!(waits.poll(ends.head, cx));
                 client.expired.increment(1);
                 if !client.options.mode.enforces() {
                     *watch = None;

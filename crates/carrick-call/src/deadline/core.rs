@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::StreamOptions;
+
 /// How long refusals are counted against their cap.
 pub(super) const WINDOW: Duration = Duration::from_secs(10);
 
@@ -37,7 +39,7 @@ impl Refusals {
 
 /// Until when a body may go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Span {
+pub(crate) enum Span {
     /// To a moment, as part of its call.
     Whole(Instant),
     /// While something comes: a stream that is well has no end of its own.
@@ -54,13 +56,8 @@ pub(super) enum Span {
 
 impl Span {
     /// A stream whose head has just been given.
-    pub(super) fn stream(
-        now: Instant,
-        first_byte: Duration,
-        idle: Duration,
-        last: Instant,
-    ) -> Self {
-        Self::Stream { last, idle, quiet: Some(now + first_byte) }
+    pub(crate) fn stream(now: Instant, options: &StreamOptions, last: Instant) -> Self {
+        Self::Stream { last, idle: options.idle, quiet: Some(now + options.first_byte) }
     }
 
     /// A frame came.
@@ -139,7 +136,11 @@ mod tests {
     #[test]
     fn the_silence_of_a_stream_is_counted_from_when_a_frame_is_awaited() {
         let start = Instant::now();
-        let mut span = Span::stream(start, 2 * SECOND, 5 * SECOND, start + 60 * SECOND);
+        let mut span = Span::stream(
+            start,
+            &StreamOptions { first_byte: 2 * SECOND, idle: 5 * SECOND, lifetime: 60 * SECOND },
+            start + 60 * SECOND,
+        );
         assert_eq!(span.ends(|| start + SECOND), start + 2 * SECOND, "the first has its own time");
         span.came();
         // Its reader was slow for nine seconds: the stream was not silent.

@@ -30,8 +30,11 @@ pub(crate) mod wire;
 pub use self::{
     body::{DeadlineBody, DeadlineBodyError},
     client::{DeadlineFuture, DeadlineLayer, DeadlineService},
-    config::{ClientDeadlineConfig, ClientDeadlineOptions, DeadlineConfig, DeadlineOptions},
+    config::{
+        ClientDeadlineConfig, ClientDeadlineOptions, DeadlineConfig, DeadlineOptions, StreamConfig,
+        StreamOptions,
+    },
     server::{ServerDeadline, ServerDeadlineFuture, ServerDeadlineLayer, Streaming},
     timer::{Armed, TICK, Timer},
 };
-pub(crate) use self::{server::is_stream, wire::is_grpc};
+pub(crate) use self::{core::Span, server::is_stream, watch::Bound, wire::is_grpc};

@@ -27,7 +27,7 @@ use super::{
     DeadlineBody, DeadlineConfig, DeadlineOptions, Timer,
     body::Limit,
     core::{Refusals, Span},
-    watch::Watch,
+    watch::{Bound, Watch},
     wire::is_grpc,
 };
 use crate::{
@@ -72,7 +72,9 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct ServerDeadlineLayer(Arc<Server>);
 
-/// Marks an answer, in its extensions, as a stream: one that may go on while something comes.
+/// Marks a stream, in the extensions of a request or of an answer: its answer may go on while
+/// something comes. A request says it before it is sent, so that no shorter deadline is sent with it; of
+/// an answer of type `text/event-stream` it is known.
 ///
 /// ```
 /// # use carrick_call::deadline::Streaming;
@@ -147,7 +149,7 @@ struct Ends {
 impl Server {
     /// Reads the deadlines of a request; `None` if it is refused.
     fn admit(&self, headers: &HeaderMap, now: Instant) -> Option<Ends> {
-        let DeadlineOptions { max, min_useful, skew, max_refused, stream_lifetime, refuse, .. } =
+        let DeadlineOptions { max, min_useful, skew, max_refused, stream, refuse, .. } =
             self.options;
         let limits = Limits { max, min_useful, skew };
         let inbound = Deadline::from_headers(headers, now, SystemClock.wall(), &limits);
@@ -169,30 +171,30 @@ impl Server {
             self.spared.increment(1);
         }
         let whole = inbound.deadline.instant();
+        let lifetime = stream.lifetime;
         let stream = match inbound.said {
             Said::Deadline if whole < now + max => whole,
             // It was cut to the maximum of answers that are no streams.
             Said::Deadline => {
-                let limits = Limits { max: stream_lifetime, ..limits };
+                let limits = Limits { max: lifetime, ..limits };
                 let wall = SystemClock.wall();
                 Deadline::from_headers(headers, now, wall, &limits).deadline.instant()
             }
-            _ => now + stream_lifetime,
+            _ => now + lifetime,
         };
-        Some(Ends { whole, stream: stream.min(now + stream_lifetime) })
+        Some(Ends { whole, stream: stream.min(now + lifetime) })
     }
 
     /// What the body of an answer is held to.
     fn limit<R>(&self, answer: &Response<R>, ends: Ends, is_grpc: bool, counts: bool) -> Limit {
-        let DeadlineOptions { stream_first_byte, stream_idle, mode, .. } = self.options;
+        let DeadlineOptions { stream, mode, .. } = &self.options;
         let span = if is_stream(answer) {
-            Span::stream(Instant::now(), stream_first_byte, stream_idle, ends.stream)
+            Span::stream(Instant::now(), stream, ends.stream)
         } else {
             Span::Whole(ends.whole)
         };
         Limit {
-            span,
-            watch: Watch::new(self.timer.clone(), ends.whole),
+            bound: Bound::new(span, self.timer.clone()),
             expired: if counts { self.expired.clone() } else { Counter::noop() },
             enforces: mode.enforces(),
             in_trailers: is_grpc,

@@ -7,7 +7,7 @@ use std::{
 
 use tokio::time::Instant;
 
-use super::{Armed, Timer};
+use super::{Armed, Timer, core::Span};
 
 /// Waits for a deadline, and arms the timer only when there is something to wait for.
 pub(super) struct Watch {
@@ -35,6 +35,37 @@ impl Watch {
                 return Poll::Ready(());
             }
         }
+    }
+}
+
+/// What a body is held to from its head on.
+#[derive(Debug)]
+pub(crate) struct Bound {
+    span: Span,
+    watch: Watch,
+}
+
+impl Bound {
+    pub(crate) fn new(span: Span, timer: Timer) -> Self {
+        // Nothing is armed, so for which moment says nothing.
+        Self { span, watch: Watch { timer, armed: None, armed_for: Instant::now() } }
+    }
+
+    /// A frame came, and is not the last: whether time is over all the same.
+    pub(crate) fn came(&mut self) -> bool {
+        self.span.came();
+        self.span.is_over(Instant::now())
+    }
+
+    /// Ready when time is over while a frame is awaited.
+    pub(crate) fn poll(&mut self, cx: &Context<'_>) -> Poll<()> {
+        let ends = self.span.ends(Instant::now);
+        self.watch.poll(ends, cx)
+    }
+
+    /// Whether it is a stream, and one that has lived for as long as it may.
+    pub(crate) fn is_aged(&self, now: Instant) -> bool {
+        matches!(self.span, Span::Stream { .. }) && self.span.is_over(now)
     }
 }
 

@@ -11,8 +11,12 @@ use std::{
 use carrick_core::{deadline::Deadline, outcome::Outcome};
 use tokio::time::Instant;
 
+#[cfg(feature = "client")]
+use super::Policies;
 use super::{Ended, Open, Shared};
-use crate::{balance::HostId, bulkhead::Priority, explain::Explain, outlier::Verdict};
+#[cfg(feature = "client")]
+use crate::deadline::{Bound, Span};
+use crate::{balance::HostId, bulkhead::Priority, explain::Explain};
 
 /// What the stack asks of a request.
 pub trait Call: Sized {
@@ -27,6 +31,11 @@ pub trait Call: Sized {
 
     /// Whether the copy can still be sent, now that an attempt has been made.
     fn is_replayable(&self) -> bool;
+
+    /// Whether its answer is a stream: the deadline that is sent is then the stream's.
+    fn is_streaming(&self) -> bool {
+        false
+    }
 
     /// Gets ready for an attempt: what goes on the wire of attempt and deadline.
     fn prepare(&mut self, attempt: u32, deadline: Deadline, now: Instant);
@@ -116,6 +125,8 @@ pub struct Held<S> {
     pub(super) ended: Ended,
     pub(super) attempts: u32,
     pub(super) deadline: Deadline,
+    pub(super) asked: Option<Deadline>,
+    pub(super) is_streaming: bool,
     pub(super) now: Instant,
 }
 
@@ -130,31 +141,53 @@ impl<S> Held<S> {
         self.attempts
     }
 
-    /// When the call ends, its body with it.
+    /// When the call ends, its body with it unless that is a stream.
     pub fn deadline(&self) -> Deadline {
         self.deadline
     }
 
-    /// The timer of the dependency.
-    pub fn timer(&self) -> &crate::deadline::Timer {
-        &self.shared.policies.timer
+    /// What the body of the answer is held to: limits of streams, if the request said that it is one
+    /// or it is seen to be.
+    #[cfg(feature = "client")]
+    pub(crate) fn bound(&self, is_stream: bool) -> Bound {
+        let Policies { timer, stream, .. } = &self.shared.policies;
+        let span = if is_stream || self.is_streaming {
+            let ends = stream.options().ends(self.asked, self.now);
+            Span::stream(self.now, stream.options(), ends.instant())
+        } else {
+            Span::Whole(self.deadline.instant())
+        };
+        Bound::new(span, timer.clone())
+    }
+
+    /// Whether the request said that its answer is a stream.
+    pub fn is_streaming(&self) -> bool {
+        self.is_streaming
     }
 
     /// Gives back what the attempt holds, by the verdict on its head, as of when it came.
     pub fn settle_as_judged(mut self) {
         let (ended, now) = (self.ended, self.now);
-        self.close(Some(ended), now);
+        self.close(Some(ended), now, now);
     }
 
     /// The same by another verdict, as what comes after the head may give.
     pub fn settle(mut self, outcome: Outcome, now: Instant) {
-        let verdict = Verdict { outcome, ..self.ended.verdict };
-        self.close(Some(Ended { outcome, verdict }), now);
+        let ended = self.ended.with(outcome);
+        self.close(Some(ended), now, now);
     }
 
-    fn close(&mut self, ended: Option<Ended>, now: Instant) {
+    /// The end of a stream, which took as long as its head did: how long it lived says nothing of how
+    /// fast its host is. The verdict is that on its head, if it has no other.
+    pub fn settle_stream(mut self, outcome: Option<Outcome>, now: Instant) {
+        let (ended, answered) = (self.ended, self.now);
+        let ended = outcome.map_or(ended, |outcome| ended.with(outcome));
+        self.close(Some(ended), answered, now);
+    }
+
+    fn close(&mut self, ended: Option<Ended>, answered: Instant, now: Instant) {
         if let Some(open) = self.open.take() {
-            self.shared.close(open, ended, now);
+            self.shared.close(open, ended, answered, now);
         }
     }
 }
@@ -162,7 +195,8 @@ impl<S> Held<S> {
 impl<S> Drop for Held<S> {
     fn drop(&mut self) {
         if self.open.is_some() {
-            self.close(None, Instant::now());
+            let now = Instant::now();
+            self.close(None, now, now);
         }
     }
 }

@@ -49,6 +49,9 @@ pin_project! {
         finish: F,
         now: Instant,
         deadline: Deadline,
+        // What the caller said, and whether it wants a stream.
+        asked: Option<Deadline>,
+        is_streaming: bool,
         // To be sent next, and kept for another attempt.
         next: Option<R>,
         kept: Option<R>,
@@ -71,7 +74,8 @@ pin_project! {
         fn drop(this: Pin<&mut Self>) {
             let this = this.project();
             if let Some(open) = this.open.take() {
-                this.shared.close(open, None, Instant::now());
+                let now = Instant::now();
+                this.shared.close(open, None, now, now);
             }
         }
     }
@@ -98,8 +102,11 @@ impl<S: Service<R>, R: Call, C, F> StackFuture<S, R, C, F> {
         now: Instant,
     ) -> Self {
         let own = Deadline::at(now + shared.policies.timeout);
-        let deadline = request.deadline().map_or(own, |asked| asked.earlier(own));
+        let asked = request.deadline();
+        let deadline = asked.map_or(own, |asked| asked.earlier(own));
         Self {
+            is_streaming: request.is_streaming(),
+            asked,
             explain: request.explain().cloned(),
             shared,
             classify,
@@ -263,7 +270,12 @@ where
         let mut request = this.next.take().expect("there for each attempt");
         // Also of an unsafe request: that it was never sent shows only later.
         *this.kept = (!*this.is_last).then(|| request.copy());
-        request.prepare(*this.n, Deadline::at(*this.ends), *this.now);
+        let told = if *this.is_streaming {
+            this.shared.policies.stream.options().ends(*this.asked, *this.now)
+        } else {
+            Deadline::at(*this.ends)
+        };
+        request.prepare(*this.n, told, *this.now);
         let Projected::Readying { service } = this.state.as_mut().project() else {
             unreachable!("called while it is being readied")
         };
@@ -293,7 +305,7 @@ where
         let in_all = now >= this.deadline.instant();
         tell(this.explain, *this.n, &open, Outcome::Expired, now);
         *this.avoid = Some(open.pick.host().id());
-        this.shared.close(open, Some(Ended { outcome: Outcome::Expired, verdict }), now);
+        this.shared.close(open, Some(Ended { outcome: Outcome::Expired, verdict }), now, now);
         this.shared.expired.increment(1);
         if in_all {
             note(this.explain, Policy::Deadline, || "the deadline passed".to_owned());
@@ -353,7 +365,7 @@ where
             let again = failed.again(this.kept.as_ref(), this.shared, this.explain.as_ref(), now);
             if let Some(again) = again {
                 *this.avoid = Some(open.pick.host().id());
-                this.shared.close(open, Some(ended), now);
+                this.shared.close(open, Some(ended), now, now);
                 drop(result); // its connection is free before the next attempt looks for one
                 (*this.backoff, *this.paid) = (again.backoff, Some(again.paid));
                 *this.next = this.kept.take();
@@ -371,12 +383,14 @@ where
                     ended,
                     attempts: *this.n,
                     deadline: *this.deadline,
+                    asked: *this.asked,
+                    is_streaming: *this.is_streaming,
                     now,
                 };
                 Step::Over(Ok(this.finish.finish(answer, held)))
             }
             Err(error) => {
-                this.shared.close(open, Some(ended), now);
+                this.shared.close(open, Some(ended), now, now);
                 Step::Over(Err(CallError::Inner(error)))
             }
         }

@@ -11,13 +11,16 @@ use tokio::time::Instant;
 use super::{Call, Tried};
 use crate::{
     bulkhead::Priority,
-    deadline::wire::{has_trace, write_deadline, write_trace},
+    deadline::{
+        Streaming,
+        wire::{has_trace, write_deadline, write_trace},
+    },
     explain::Explain,
     retry::{ATTEMPT, ReplayBody, is_idempotent_request},
 };
 
 /// A [`Deadline`] in the extensions wins over that of the context in scope; an [`Explain`] and a
-/// [`Priority`] are found there too.
+/// [`Priority`] are found there too, and [`Streaming`] if the answer is a stream.
 impl<B> Call for Request<ReplayBody<B>>
 where
     B: Body<Data = Bytes> + Unpin,
@@ -44,6 +47,10 @@ where
 
     fn is_replayable(&self) -> bool {
         self.body().is_replayable()
+    }
+
+    fn is_streaming(&self) -> bool {
+        self.extensions().get::<Streaming>().is_some()
     }
 
     fn prepare(&mut self, attempt: u32, deadline: Deadline, now: Instant) {

@@ -41,7 +41,8 @@ use crate::{
     breaker::{self, Breaker},
     budget::Budget,
     bulkhead::{self, Bulkhead},
-    deadline::Timer,
+    deadline::{StreamConfig, Timer},
+    outlier::Verdict,
     queue::{self, Queue, QueueConfig},
     retry::RetryConfig,
     throttle::{self, Throttle},
@@ -70,6 +71,8 @@ pub struct Policies<S> {
     pub queue: Option<QueueConfig>,
     /// The circuit.
     pub breaker: Breaker,
+    /// Until when answers that are streams may go on.
+    pub stream: StreamConfig,
     /// What deadlines are armed on.
     pub timer: Timer,
 }
@@ -106,8 +109,9 @@ enum Place {
 }
 
 impl<S> Shared<S> {
-    /// Gives back what an attempt holds, with how it ended; `None` decides nothing.
-    fn close(&self, open: Open<S>, ended: Option<Ended>, now: Instant) {
+    /// Gives back what an attempt holds, with how it ended and when it was answered; `None` decides
+    /// nothing.
+    fn close(&self, open: Open<S>, ended: Option<Ended>, answered: Instant, now: Instant) {
         let Open { pick, place, breaker, throttle } = open;
         let policies = &self.policies;
         let Some(Ended { outcome, verdict }) = ended else {
@@ -115,7 +119,7 @@ impl<S> Shared<S> {
             self.vacate(place, None, now);
             return; // the others go by themselves
         };
-        let elapsed = now.saturating_duration_since(pick.started());
+        let elapsed = answered.saturating_duration_since(pick.started());
         policies.breaker.leave(breaker, Some((outcome, elapsed)), now);
         self.vacate(place, Some((outcome, elapsed)), now);
         if let Some(permit) = throttle {
@@ -140,7 +144,13 @@ impl<S> Shared<S> {
 #[derive(Clone, Copy)]
 pub(crate) struct Ended {
     outcome: Outcome,
-    verdict: crate::outlier::Verdict,
+    verdict: Verdict,
+}
+
+impl Ended {
+    fn with(self, outcome: Outcome) -> Self {
+        Self { outcome, verdict: Verdict { outcome, ..self.verdict } }
+    }
 }
 
 impl<S, C> Stack<S, C> {

@@ -192,6 +192,7 @@ fn scene(hosts: usize, does: &[Does], change: impl FnOnce(&mut Policies<Host>)) 
         bulkhead: Bulkhead::new("test", BulkheadConfig::default()),
         queue: None,
         breaker: Breaker::new("test", BreakerConfig::default()),
+        stream: StreamConfig::default(),
         timer: Timer::new(),
     };
     change(&mut policies);

@@ -209,8 +209,11 @@ async fn what_a_client_sends_a_handler_has_in_scope() {
 
     let trace = TraceContext::new();
     let deadline = Deadline::at(Instant::now() + 900 * MS);
-    let context = Context::new(deadline, trace.clone()).with_idempotency_key("k");
-    let request = || Request::get("http://here.test/").body(Empty::<Bytes>::new()).unwrap();
+    let context = Context::new(deadline, trace.clone());
+    let request = || {
+        let request = Request::post("http://here.test/").header("idempotency-key", "k");
+        request.body(Empty::<Bytes>::new()).unwrap()
+    };
     let answer = context.scope(async { client.ready().await?.call(request()).await }).await;
     let text = answer.unwrap().into_body().collect().await.unwrap().to_bytes();
     let text = std::str::from_utf8(&text).unwrap();

@@ -7,3 +7,4 @@ mod egress;
 mod retry;
 mod server;
 mod stack;
+mod stream;

@@ -14,7 +14,7 @@ use carrick_call::{
     budget::{Budget, BudgetConfig},
     bulkhead::{Bulkhead, BulkheadConfig},
     classify::AnyError,
-    deadline::Timer,
+    deadline::{StreamConfig, Timer},
     retry::RetryConfig,
     stack::{Policies, Stack},
 };
@@ -54,6 +54,7 @@ fn a_call_that_succeeds_allocates_nothing() {
         bulkhead: Bulkhead::new("test", BulkheadConfig::default()),
         queue: None,
         breaker: Breaker::new("test", BreakerConfig::default()),
+        stream: StreamConfig::default(),
         timer: Timer::new(),
     };
     let mut stack = Stack::new(policies, AnyError);
