@@ -43,7 +43,7 @@ impl Policy {
     }
 }
 
-/// A call that was not made: the dependency never saw it, so a repeat cannot double its effect.
+/// A call, or another attempt of one, that was not made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// Who refused.
@@ -52,12 +52,15 @@ pub struct Refusal {
     pub reason: Cow<'static, str>,
     /// When another try makes sense, if that is known.
     pub retry_after: Option<Duration>,
+    /// Whether an earlier attempt of the same call was sent. If not, the dependency never saw the call,
+    /// and a repeat cannot double its effect.
+    pub sent: bool,
 }
 
 impl Refusal {
     /// A refusal for a fixed reason; allocates nothing.
     pub const fn new(policy: Policy, reason: &'static str) -> Self {
-        Self { policy, reason: Cow::Borrowed(reason), retry_after: None }
+        Self { policy, reason: Cow::Borrowed(reason), retry_after: None, sent: false }
     }
 
     /// The same, with the time after which another try makes sense.
@@ -82,7 +85,7 @@ pub enum CallError<E> {
     /// The dependency failed, or the way to it; its own error, untouched.
     #[error("the call to the dependency failed")]
     Inner(#[source] E),
-    /// A policy refused, and nothing was sent.
+    /// A policy refused, and nothing was sent, or nothing more.
     #[error(transparent)]
     Refused(Refusal),
     /// Time ran out; what was sent may still take effect.
@@ -93,7 +96,7 @@ pub enum CallError<E> {
 impl<E> CallError<E> {
     /// Whether the dependency never saw the call, so that a repeat cannot double its effect.
     pub fn was_never_sent(&self) -> bool {
-        matches!(self, Self::Refused(_))
+        matches!(self, Self::Refused(refusal) if !refusal.sent)
     }
 }
 

@@ -8,6 +8,7 @@
 //! Each host has connections of its own (`pool`), HTTP/1.1 or HTTP/2, plain or TLS.
 
 mod body;
+mod channel;
 mod config;
 mod connect;
 mod dependency;
@@ -33,6 +34,7 @@ use self::{
 };
 pub use self::{
     body::{AnswerBody, AnswerError},
+    channel::{Channel, ChannelBody},
     config::{PoolConfig, PoolOptions},
     connect::{AnyAddress, Dial, tls_config},
     dependency::{DependencyConfig, DependencyOptions, Sum},

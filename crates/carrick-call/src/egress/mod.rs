@@ -117,7 +117,8 @@ pub enum EgressError {
 
 impl From<EgressError> for Refusal {
     fn from(error: EgressError) -> Self {
-        Self { policy: Policy::Egress, reason: error.to_string().into(), retry_after: None }
+        let reason = error.to_string().into();
+        Self { policy: Policy::Egress, reason, retry_after: None, sent: false }
     }
 }
 

@@ -223,11 +223,11 @@ where
                         let now = Instant::now();
                         hedged.hedge.record(now.saturating_duration_since(hedged.start), now);
                     }
-                    // The first goes on only if the second says nothing for good.
-                    if !outcome.is_retryable() || this.first_result.is_some() {
+                    if won || outcome == Outcome::Permanent {
                         return Poll::Ready(result);
                     }
-                    return Poll::Pending;
+                    // It says nothing for good, or was never made: what the first says counts.
+                    return this.first_result.take().map_or(Poll::Pending, Poll::Ready);
                 }
             }
         }
@@ -337,6 +337,7 @@ mod tests {
         match result {
             Ok(_) => Outcome::Success,
             Err(&"for good") => Outcome::Permanent,
+            Err(&"refused") => Outcome::Rejected,
             Err(_) => Outcome::Transient,
         }
     }
@@ -386,8 +387,10 @@ mod tests {
         assert_eq!(call(&hedge, &script).await.0, Err("for good"));
         let script = Script::new(&[(100 * MS, Ok(1)), (MS, Err("down"))]);
         assert_eq!(call(&hedge, &script).await.0, Ok(1), "the first is still worth waiting for");
-        let script = Script::new(&[(100 * MS, Err("first")), (MS, Err("second"))]);
-        assert!(call(&hedge, &script).await.0.is_err());
+        let script = Script::new(&[(100 * MS, Ok(1)), (MS, Err("refused"))]);
+        assert_eq!(call(&hedge, &script).await.0, Ok(1), "that no second was made says nothing");
+        let script = Script::new(&[(MS, Err("first")), (MS, Err("refused"))]);
+        assert_eq!(call(&hedge, &script).await.0, Err("first"), "the one that was sent");
     }
 
     #[tokio::test(start_paused = true)]

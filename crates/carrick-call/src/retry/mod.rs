@@ -37,6 +37,11 @@ pub const RETRIED: HeaderName = HeaderName::from_static("x-carrick-retried");
 /// Request header that makes any method safe to repeat: the server knows what it has done.
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 
+/// Marks a request, in its extensions, as one that may be sent twice although its method does not say
+/// so: a read by POST, as all of gRPC's are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Idempotent;
+
 /// gRPC's wish of when to retry, in milliseconds; negative: do not.
 pub(crate) const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
 

@@ -66,6 +66,8 @@ pin_project! {
         is_last: bool,
         armed: Option<Armed>,
         waited: bool,
+        // Whether the dependency may have seen an attempt.
+        sent: bool,
         #[pin]
         state: State<S, S::Future>,
     }
@@ -125,6 +127,7 @@ impl<S: Service<R>, R: Call, C, F> StackFuture<S, R, C, F> {
             is_last: false,
             armed: None,
             waited: false,
+            sent: false,
             state: State::Begin,
         }
     }
@@ -165,7 +168,7 @@ where
                     }
                     match entered {
                         Ok(permit) => self.as_mut().open(Some(permit)),
-                        Err(refusal) => refuse(this.explain, *this.n, refusal),
+                        Err(refusal) => refuse(this.explain, *this.n, *this.sent, refusal),
                     }
                 }
                 Projected::Readying { service } => {
@@ -224,7 +227,7 @@ where
         *this.n += 1;
         let left = this.deadline.remaining(now);
         if left < policies.retry.min_useful() {
-            let refusal = TOO_LATE;
+            let refusal = Refusal { sent: *this.sent, ..TOO_LATE };
             note(this.explain, Policy::Deadline, || {
                 let useful = policies.retry.min_useful().as_millis();
                 format!("attempt {} not made: {} ms left < {useful} ms", this.n, left.as_millis())
@@ -249,7 +252,7 @@ where
         let opened = with_rng(|rng| this.shared.open(this.next, *this.avoid, queued, now, rng));
         let open = match opened {
             Ok(open) => open,
-            Err(refusal) => return refuse(this.explain, *this.n, refusal),
+            Err(refusal) => return refuse(this.explain, *this.n, *this.sent, refusal),
         };
         let policies = &this.shared.policies;
         let service = open.pick.host().value().clone();
@@ -295,6 +298,7 @@ where
     /// The attempt's time is over.
     fn expire(self: Pin<&mut Self>) -> Step<Answered<S, R, F>> {
         let mut this = self.project();
+        *this.sent |= matches!(*this.state, State::Calling { .. });
         // What is under way is dropped before anything else: it must not go on beside a retry.
         this.state.set(State::Begin);
         *this.armed = None;
@@ -350,6 +354,7 @@ where
             Outcome::Success => Hints::default(),
             _ => this.classify.hints(result.as_ref()),
         };
+        *this.sent |= !hints.never_sent;
         let origin = if hints.is_local { Origin::Local } else { Origin::Peer };
         let ended =
             Ended { outcome, verdict: Verdict { outcome, origin, gateway: hints.is_gateway } };
@@ -518,10 +523,11 @@ impl Failed {
 fn refuse<T, E>(
     explain: &Option<Explain>,
     n: u32,
+    sent: bool,
     refusal: Refusal,
 ) -> Step<Result<T, CallError<E>>> {
     note(explain, refusal.policy, || format!("attempt {n} not made: {}", refusal.reason));
-    Step::Over(Err(refusal.into()))
+    Step::Over(Err(Refusal { sent, ..refusal }.into()))
 }
 
 fn note(explain: &Option<Explain>, policy: Policy, text: impl FnOnce() -> String) {

@@ -16,7 +16,7 @@ use crate::{
         wire::{has_trace, write_deadline, write_trace},
     },
     explain::Explain,
-    retry::{ATTEMPT, ReplayBody, is_idempotent_request},
+    retry::{ATTEMPT, Idempotent, ReplayBody, is_idempotent_request},
 };
 
 /// A [`Deadline`] in the extensions wins over that of the context in scope; an [`Explain`] and a
@@ -32,7 +32,8 @@ where
     }
 
     fn is_idempotent(&self) -> bool {
-        is_idempotent_request(self.method(), self.headers())
+        self.extensions().get::<Idempotent>().is_some()
+            || is_idempotent_request(self.method(), self.headers())
     }
 
     fn copy(&self) -> Self {

@@ -16,7 +16,7 @@ use super::*;
 use crate::{
     Classify, Policy,
     balance::{BalanceConfig, Endpoint},
-    breaker::{BreakerConfig, State},
+    breaker::{BreakerConfig, BreakerOptions, State},
     budget::{BudgetConfig, BudgetOptions},
     bulkhead::{BulkheadConfig, BulkheadOptions, Priority},
     classify::Hints,
@@ -460,4 +460,16 @@ async fn a_throttle_learns_from_attempts_and_refuses_before_a_host_is_asked() {
     }
     let throttle = scene.stack.policies().throttle.as_ref().unwrap();
     assert!(throttle.chance(Instant::now()) < 0.01);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_retry_that_is_refused_does_not_deny_that_an_attempt_was_sent() {
+    let scene = scene(1, &[Does::Fails], |policies| {
+        let options = BreakerOptions { min_calls: 1, ..BreakerOptions::default() };
+        policies.breaker = Breaker::new("test", BreakerConfig::try_from(options).unwrap());
+    });
+    let error = scene.call(Request::default()).await.unwrap_err();
+    assert!(matches!(&error, CallError::Refused(refusal) if refusal.policy == Policy::Breaker));
+    assert!(!error.was_never_sent() && scene.calls().len() == 1);
+    assert!(scene.call(Request::default()).await.unwrap_err().was_never_sent());
 }

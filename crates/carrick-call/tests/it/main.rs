@@ -4,6 +4,7 @@ mod balance;
 mod client;
 mod deadline;
 mod egress;
+mod grpc;
 mod retry;
 mod server;
 mod stack;
