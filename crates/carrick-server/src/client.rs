@@ -5,8 +5,13 @@ use std::{path::Path, sync::Arc, time::Duration};
 use anyhow::{Context, bail};
 use async_trait::async_trait;
 use bytes::Bytes;
+use carrick_call::{
+    CallError, Mode,
+    client::{DependencyConfig, DependencyOptions, tls_config},
+};
 use carrick_core::{
     clock::{Clock, SystemClock},
+    deadline::Deadline,
     event::{BATCH, HARD_LIMIT},
     name::{Group, Topic},
     outcome::parse_retry_after,
@@ -21,15 +26,8 @@ use http::{
     header::{AUTHORIZATION, CONTENT_TYPE, RETRY_AFTER},
 };
 use http_body_util::{BodyExt, Full, Limited};
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::{
-    client::legacy::{Client as Pool, connect::HttpConnector},
-    rt::{TokioExecutor, TokioTimer},
-};
-use rustls::{
-    RootCertStore,
-    pki_types::{CertificateDer, pem::PemObject},
-};
+use rustls::pki_types::{CertificateDer, pem::PemObject};
+use tokio::time::Instant;
 
 /// Bytes of an answer that are taken at most: a page of events has 4 MiB, or one large event.
 const MAX_ANSWER: usize = 16 * 1024 * 1024;
@@ -37,7 +35,7 @@ const MAX_ANSWER: usize = 16 * 1024 * 1024;
 /// A client of one hub. Clones share its connections.
 #[derive(Clone, Debug)]
 pub struct Client {
-    pool: Pool<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    hub: carrick_call::client::Client,
     base: Arc<str>,
     token: Option<HeaderValue>,
 }
@@ -82,28 +80,23 @@ impl Client {
         if let Some(token) = &mut token {
             token.set_sensitive(true);
         }
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.enforce_http(false);
-        connector.set_connect_timeout(Some(Duration::from_secs(5)));
-        // Certificates are looked for only where they are needed.
-        let roots = if is_tls { trusted(ca)? } else { RootCertStore::empty() };
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-        let tls = rustls::ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .context("tls: no protocol versions")?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        let connector = HttpsConnectorBuilder::new()
-            .with_tls_config(tls)
-            .https_or_http()
-            .enable_http1()
-            .wrap_connector(connector);
-        let pool = Pool::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(Duration::from_secs(30))
-            .build(connector);
-        Ok(Self { pool, base: base.into(), token })
+        // Whoever speaks to a hub repeats what it may by itself: a second circuit, or second retries,
+        // would only work against that.
+        let mut options =
+            DependencyOptions { url: base.into(), max_attempts: 1, ..DependencyOptions::default() };
+        options.timeout = Duration::from_secs(3600); // each call says its own
+        options.breaker.mode = Mode::Observe;
+        options.bulkhead.mode = Mode::Observe;
+        options.pool.connect_timeout = Duration::from_secs(5);
+        options.pool.idle_timeout = Duration::from_secs(30);
+        let config = DependencyConfig::new("hub", options)?;
+        let mut builder = carrick_call::client::Client::builder(config);
+        if is_tls {
+            // Certificates are looked for only where they are needed.
+            let tls = tls_config(certificates(ca)?, false);
+            builder = builder.tls(tls.context("name the certificates with --ca")?);
+        }
+        Ok(Self { hub: builder.build()?, base: base.into(), token })
     }
 
     /// Sends a request; resolves with whatever the hub answers within `patience`.
@@ -121,30 +114,29 @@ impl Client {
         body: impl Into<Bytes>,
         patience: Duration,
     ) -> Result<Answer, Unreachable> {
-        let failed = |source: Box<dyn std::error::Error + Send + Sync>| Unreachable {
-            base: self.base.to_string(),
-            source,
-        };
-        let mut request = Request::builder()
-            .method(method)
-            .uri(format!("{}{path}", self.base))
-            .header(CONTENT_TYPE, content_type);
+        let mut request = Request::builder().method(method).uri(path);
+        request = request.header(CONTENT_TYPE, content_type);
         if let Some(token) = &self.token {
             request = request.header(AUTHORIZATION, token);
         }
-        let request =
-            request.body(Full::new(body.into())).map_err(|error| failed(Box::new(error)))?;
-        let call = async {
-            let response =
-                self.pool.request(request).await.map_err(|error| failed(Box::new(error)))?;
-            let (parts, body) = response.into_parts();
-            let body = Limited::new(body, MAX_ANSWER).collect().await.map_err(failed)?;
-            Ok(Answer { status: parts.status, headers: parts.headers, body: body.to_bytes() })
-        };
-        match tokio::time::timeout(patience, call).await {
-            Ok(answer) => answer,
-            Err(late) => Err(failed(Box::new(late))),
-        }
+        let request = request.extension(Deadline::at(Instant::now() + patience));
+        let request = request.body(Full::new(body.into()));
+        let request = request.map_err(|error| self.unreachable(error))?;
+        let answer = self.hub.call(request).await.map_err(|error| match error {
+            CallError::Inner(inner) => self.unreachable(inner),
+            other => self.unreachable(other),
+        })?;
+        let (parts, body) = answer.into_parts();
+        let body = Limited::new(body, MAX_ANSWER).collect().await;
+        let body = body.map_err(|error| self.unreachable(error))?;
+        Ok(Answer { status: parts.status, headers: parts.headers, body: body.to_bytes() })
+    }
+
+    fn unreachable(
+        &self,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Unreachable {
+        Unreachable { base: self.base.to_string(), source: source.into() }
     }
 
     /// Sends JSON.
@@ -173,15 +165,6 @@ pub(crate) fn certificates(ca: Option<&Path>) -> anyhow::Result<Vec<CertificateD
         // Some may be unreadable; only none at all is a fault.
         None => rustls_native_certs::load_native_certs().certs,
     })
-}
-
-fn trusted(ca: Option<&Path>) -> anyhow::Result<RootCertStore> {
-    let mut roots = RootCertStore::empty();
-    let (added, _) = roots.add_parsable_certificates(certificates(ca)?);
-    if added == 0 {
-        bail!("there is no certificate to trust; name one with --ca");
-    }
-    Ok(roots)
 }
 
 impl Answer {
