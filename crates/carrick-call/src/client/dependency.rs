@@ -42,6 +42,9 @@ pub struct DependencyOptions {
     pub per_try_timeout: Option<Duration>,
     /// Until when answers that are streams may go on, whose heads alone come under `timeout`.
     pub stream: StreamOptions,
+    /// Whether each answer tells in a header why its call went as it did (`x-carrick-explain`). Default
+    /// false: it names hosts.
+    pub explain: bool,
     /// Attempts, the first among them, 1..=20. Default 3.
     pub max_attempts: u32,
     /// Waits and bodies of retries.
@@ -81,6 +84,7 @@ impl Default for DependencyOptions {
             timeout: Duration::from_secs(2),
             per_try_timeout: None,
             stream: StreamOptions::default(),
+            explain: false,
             max_attempts: 3,
             retry: RetryOptions::default(),
             budget: BudgetOptions::default(),
@@ -124,6 +128,7 @@ pub struct DependencyConfig {
     pub(super) timeout: Duration,
     pub(super) per_try_timeout: Option<Duration>,
     pub(super) stream: StreamConfig,
+    pub(super) explain: bool,
     pub(super) retry: RetryConfig,
     pub(super) budget: BudgetConfig,
     pub(super) breaker: BreakerConfig,
@@ -163,6 +168,7 @@ impl DependencyConfig {
             timeout,
             per_try_timeout,
             stream,
+            explain,
             max_attempts,
             retry,
             budget,
@@ -238,6 +244,7 @@ impl DependencyConfig {
             timeout,
             per_try_timeout,
             stream: stream.expect("checked"),
+            explain,
             retry: retry.expect("checked"),
             budget: budget.expect("checked"),
             breaker: breaker.expect("checked"),

@@ -50,6 +50,7 @@ use crate::{
     budget::Budget,
     bulkhead::Bulkhead,
     deadline::Timer,
+    explain::{EXPLAIN, Explain},
     fault::{Fault, FaultService},
     hedge::{Hedge, HedgeService},
     outlier::Detector,
@@ -85,6 +86,7 @@ struct SourceError(BoxError);
 pub struct Client {
     service: HedgeService<Stack<Hosted, Judge, AtEnd>, Whole>,
     replay: usize,
+    explains: bool,
     detector: Detector,
     _discovery: Option<Arc<Discovery>>,
 }
@@ -137,7 +139,7 @@ impl Client {
         B::Error: Into<BoxError>,
     {
         let replay = self.replay;
-        let request = request.map(|body| {
+        let mut request = request.map(|body| {
             if body.is_end_stream() {
                 return ReplayBody::whole(Bytes::new());
             }
@@ -145,7 +147,15 @@ impl Client {
             let body = UnsyncBoxBody::new(body);
             ReplayBody::new(body, replay)
         });
-        self.service.clone().call(request).await
+        let explain = self.explains.then(|| {
+            let explain = || Explain::new(Instant::now());
+            request.extensions_mut().get_or_insert_with(explain).clone()
+        });
+        let mut answer = self.service.clone().call(request).await?;
+        if let Some(explain) = explain {
+            answer.headers_mut().insert(EXPLAIN, explain.to_header());
+        }
+        Ok(answer)
     }
 
     fn policies(&self) -> &Policies<Hosted> {
@@ -255,7 +265,7 @@ impl Builder {
             .dns_interval
             .filter(|_| config.hosts.is_empty())
             .map(|every| Arc::new(discovery::dns(&balancer, host.to_owned(), config.port, every)));
-        let replay = config.retry.replay();
+        let (replay, explains) = (config.retry.replay(), config.explain);
         let policies = Policies {
             timeout: config.timeout,
             per_try_timeout: config.per_try_timeout,
@@ -278,7 +288,7 @@ impl Builder {
         });
         let stack = Stack::finishing(policies, Judge, AtEnd);
         let service = HedgeService::maybe(stack, hedge, Whole);
-        Ok(Client { service, replay, detector, _discovery: discovery })
+        Ok(Client { service, replay, explains, detector, _discovery: discovery })
     }
 }
 

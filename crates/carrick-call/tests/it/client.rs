@@ -17,7 +17,7 @@ use carrick_call::{
     bulkhead::Priority,
     client::{AnswerError, Client, DependencyConfig, DependencyOptions, tls_config},
     egress::{EgressConfig, EgressOptions, Guarded},
-    explain::Explain,
+    explain::{EXPLAIN, Explain},
     fault::{AbortOptions, DelayOptions, FaultOptions},
     hedge::HedgeOptions,
     queue::QueueOptions,
@@ -468,6 +468,26 @@ async fn a_hedge_goes_to_another_host() {
         assert_eq!(text(&client, "/").await, "well");
     }
     assert_eq!(client.bulkhead().in_flight(), 0);
+}
+
+#[tokio::test]
+async fn an_answer_tells_why_its_call_went_as_it_did_if_it_is_to() {
+    let (_, next) = script(&[503, 200]);
+    let server = Server::start(move |_| {
+        let status = next();
+        async move { answer(status, "x") }
+    })
+    .await;
+    let mut options = options(&[&server]);
+    options.explain = true;
+    let explained = client(options.clone()).call(get("/")).await.unwrap();
+    let told = explained.headers()[EXPLAIN].to_str().unwrap();
+    let first = format!("attempt 1: overload from {} in ", server.address);
+    assert!(told.starts_with(&first), "{told}");
+    assert!(told.contains("; attempt 2: success from "), "{told}");
+    assert!(told.contains("; retry: attempt 2 in "), "{told}");
+    options.explain = false;
+    assert!(!client(options).call(get("/")).await.unwrap().headers().contains_key(EXPLAIN));
 }
 
 #[tokio::test]
