@@ -232,7 +232,7 @@ fn what_is_known_of_a_host_stays_when_the_set_changes() {
 }
 
 #[test]
-fn a_host_that_drains_gets_no_more_calls() {
+fn istio_39870_a_host_that_drains_gets_no_more_calls() {
     let mut load = loaded(&[1, 1], BalanceOptions::default());
     let mut draining = endpoints(&[1, 1]);
     draining[0].draining = true;
