@@ -87,10 +87,11 @@ pin_project! {
     #[project = Projected]
     enum State<S, F> {
         Begin,
-        Queuing { #[pin] enter: Enter },
+        // Boxed, as is what waits for a retry: every call is moved about, and few come here.
+        Queuing { enter: Pin<Box<Enter>> },
         Readying { service: Option<S> },
         Calling { #[pin] future: F },
-        Waiting { #[pin] sleep: Sleep },
+        Waiting { sleep: Pin<Box<Sleep>> },
         Done,
     }
 }
@@ -156,7 +157,7 @@ where
             let step = match this.state.project() {
                 Projected::Begin => self.as_mut().begin(),
                 Projected::Queuing { enter } => {
-                    let entered = match enter.poll(cx) {
+                    let entered = match enter.as_mut().poll(cx) {
                         Poll::Pending => {
                             *this.waited = true;
                             return Poll::Pending; // its place is kept until the deadline at most
@@ -190,7 +191,7 @@ where
                     Poll::Ready(result) => self.as_mut().ended(result),
                 },
                 Projected::Waiting { sleep } => {
-                    ready!(sleep.poll(cx));
+                    ready!(sleep.as_mut().poll(cx));
                     *this.now = Instant::now();
                     self.as_mut().begin()
                 }
@@ -241,7 +242,7 @@ where
         // Whoever would get its turn too late for an answer is let go before that.
         let latest = this.deadline.instant() - policies.retry.min_useful();
         let enter = queue.enter(priority(this.next), Some(Deadline::at(latest)));
-        this.state.set(State::Queuing { enter });
+        this.state.set(State::Queuing { enter: Box::pin(enter) });
         Step::On
     }
 
@@ -329,7 +330,7 @@ where
             Some(again) => {
                 (*this.backoff, *this.paid) = (again.backoff, Some(again.paid));
                 *this.next = this.kept.take();
-                this.state.set(State::Waiting { sleep: sleep_until(now + again.delay) });
+                this.state.set(State::Waiting { sleep: Box::pin(sleep_until(now + again.delay)) });
                 Step::On
             }
         }
@@ -374,7 +375,7 @@ where
                 drop(result); // its connection is free before the next attempt looks for one
                 (*this.backoff, *this.paid) = (again.backoff, Some(again.paid));
                 *this.next = this.kept.take();
-                this.state.set(State::Waiting { sleep: sleep_until(now + again.delay) });
+                this.state.set(State::Waiting { sleep: Box::pin(sleep_until(now + again.delay)) });
                 return Step::On;
             }
         }
