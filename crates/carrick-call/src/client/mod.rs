@@ -121,7 +121,7 @@ impl Client {
     ///
     /// A [`Deadline`](carrick_core::deadline::Deadline) in the request's extensions, or else of the
     /// context in scope, bounds it, and never beyond the dependency's own timeout. An
-    /// [`Explain`](crate::explain::Explain) there is told what was decided, and a
+    /// [`Explain`] there is told what was decided, and a
     /// [`Priority`](crate::bulkhead::Priority) says who goes first where calls wait for a place.
     ///
     /// # Errors

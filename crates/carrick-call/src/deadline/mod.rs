@@ -37,4 +37,6 @@ pub use self::{
     server::{ServerDeadline, ServerDeadlineFuture, ServerDeadlineLayer, Streaming},
     timer::{Armed, TICK, Timer},
 };
-pub(crate) use self::{core::Span, server::is_stream, watch::Bound, wire::is_grpc};
+#[cfg(feature = "client")]
+pub(crate) use self::{core::Span, watch::Bound};
+pub(crate) use self::{server::is_stream, wire::is_grpc};

@@ -64,6 +64,7 @@ impl Bound {
     }
 
     /// Whether it is a stream, and one that has lived for as long as it may.
+    #[cfg(feature = "client")]
     pub(crate) fn is_aged(&self, now: Instant) -> bool {
         matches!(self.span, Span::Stream { .. }) && self.span.is_over(now)
     }

@@ -125,6 +125,7 @@ pub struct Held<S> {
     pub(super) ended: Ended,
     pub(super) attempts: u32,
     pub(super) deadline: Deadline,
+    #[cfg(feature = "client")]
     pub(super) asked: Option<Deadline>,
     pub(super) is_streaming: bool,
     pub(super) now: Instant,

@@ -389,6 +389,7 @@ where
                     ended,
                     attempts: *this.n,
                     deadline: *this.deadline,
+                    #[cfg(feature = "client")]
                     asked: *this.asked,
                     is_streaming: *this.is_streaming,
                     now,
