@@ -11,16 +11,20 @@ use std::{
 
 use anyhow::Context;
 use axum::Router;
+use bytes::Bytes;
+use carrick_edge::socket::{HandOff, Socket, Takeover};
 use carrick_ops::drain::Drain;
-use hyper::service::{Service, service_fn};
+use hyper::{
+    server::conn::{http1, http2},
+    service::{Service, service_fn},
+};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::conn::auto,
     service::TowerToHyperService,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::Semaphore,
 };
@@ -88,18 +92,7 @@ impl Listener {
         // Held until nothing is accepted any more: a drain must not end between an acceptance and
         // the guard for it.
         let _accepting = work.begin();
-        let mut http = auto::Builder::new(TokioExecutor::new());
-        http.http1()
-            .timer(TokioTimer::new())
-            // From the end of one request to the whole head of the next, so it is the idle time too.
-            .header_read_timeout(self.limits.idle)
-            .max_buf_size(64 * 1024);
-        http.http2()
-            .timer(TokioTimer::new())
-            .max_concurrent_streams(256)
-            .max_header_list_size(32 * 1024)
-            .keep_alive_interval(Duration::from_secs(30));
-        let http = Arc::new(http);
+        let http = Arc::new(Http::new(&self.limits));
         let closing = drain.closing();
         loop {
             let accepted = tokio::select! {
@@ -133,57 +126,181 @@ impl Listener {
             let guard = work.begin();
             // Ends with its connection, or when the drain forces it.
             tokio::spawn(async move {
-                let _held = (place, guard);
-                match tls {
-                    None => connection(&http, stream, router, &drain, patience).await,
+                let held = (place, guard);
+                let taken = match tls {
+                    None => http.plain(stream, router, &drain, patience).await,
                     Some(Tls(acceptor)) => {
                         let shaken = tokio::time::timeout(patience, acceptor.accept(stream)).await;
-                        if let Ok(Ok(stream)) = shaken {
-                            connection(&http, stream, router, &drain, patience).await;
-                        }
+                        let Ok(Ok(stream)) = shaken else { return };
+                        let is_h2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+                        http.connection(stream, is_h2, router, &drain, patience).await
                     }
+                };
+                if let Some(Taken { takeover, socket, read }) = taken {
+                    // A task of its own: this one, with all that served HTTP, is let go.
+                    tokio::spawn(async move {
+                        takeover(socket, read).await;
+                        drop(held);
+                    });
                 }
             });
         }
     }
 }
 
-async fn connection(
-    http: &auto::Builder<TokioExecutor>,
-    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    router: Router,
-    drain: &Drain,
-    patience: Duration,
-) {
-    let opened = AtomicBool::new(false);
-    let router = TowerToHyperService::new(router);
-    let service = service_fn(|request| {
-        opened.store(true, Ordering::Relaxed);
-        router.call(request)
-    });
-    let serving = http.serve_connection(TokioIo::new(stream), service);
-    tokio::pin!(serving);
-    // Nobody else times a connection that never says which HTTP it speaks.
-    let opening = tokio::time::sleep(patience);
-    tokio::pin!(opening);
-    let (closing, forced) = (drain.closing(), drain.forced());
-    let (mut told, mut timed) = (false, false);
-    loop {
-        tokio::select! {
-            // A connection that breaks is the client's affair.
-            _ = &mut serving => return,
-            () = closing.cancelled(), if !told => {
-                told = true;
-                serving.as_mut().graceful_shutdown();
+/// How both kinds of HTTP are spoken.
+struct Http {
+    one: http1::Builder,
+    two: http2::Builder<TokioExecutor>,
+}
+
+/// A connection that a handler has taken over.
+struct Taken {
+    takeover: Takeover,
+    socket: Box<dyn Socket>,
+    read: Bytes,
+}
+
+/// How HTTP/2 begins when nobody agreed on it before.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+impl Http {
+    fn new(limits: &LimitOptions) -> Self {
+        let mut one = http1::Builder::new();
+        one.timer(TokioTimer::new())
+            // From the end of one request to the whole head of the next, so it is the idle time too.
+            .header_read_timeout(limits.idle)
+            .max_buf_size(64 * 1024);
+        let mut two = http2::Builder::new(TokioExecutor::new());
+        two.timer(TokioTimer::new())
+            .max_concurrent_streams(256)
+            .max_header_list_size(32 * 1024)
+            .keep_alive_interval(Duration::from_secs(30));
+        Self { one, two }
+    }
+
+    async fn plain(
+        &self,
+        stream: TcpStream,
+        router: Router,
+        drain: &Drain,
+        patience: Duration,
+    ) -> Option<Taken> {
+        let asked = tokio::select! {
+            asked = tokio::time::timeout(patience, speaks_h2(&stream)) => asked,
+            // It has asked for nothing yet.
+            () = async { drain.closing().cancelled().await } => return None,
+        };
+        match asked {
+            Ok(Ok(is_h2)) => self.connection(stream, is_h2, router, drain, patience).await,
+            Ok(Err(_)) => None,
+            Err(_) => {
+                metrics::counter!("carrick_hub_silent_connections_total").increment(1);
+                None
             }
-            () = &mut opening, if !timed => {
-                timed = true;
-                if !opened.load(Ordering::Relaxed) {
-                    metrics::counter!("carrick_hub_silent_connections_total").increment(1);
-                    return;
+        }
+    }
+
+    /// Serves a connection to its end, or until a handler takes it over.
+    async fn connection(
+        &self,
+        stream: impl Socket,
+        is_h2: bool,
+        router: Router,
+        drain: &Drain,
+        patience: Duration,
+    ) -> Option<Taken> {
+        let opened = AtomicBool::new(false);
+        let hand_off = HandOff::default();
+        let router = TowerToHyperService::new(router);
+        let service = service_fn(|mut request: http::Request<hyper::body::Incoming>| {
+            opened.store(true, Ordering::Relaxed);
+            if !is_h2 {
+                request.extensions_mut().insert(hand_off.clone());
+            }
+            router.call(request)
+        });
+        let io = TokioIo::new(stream);
+        let ends = Ends { drain, opened: &opened, patience };
+        if is_h2 {
+            let mut serving = std::pin::pin!(self.two.serve_connection(io, service));
+            ends.or(std::future::pending::<()>(), |cx, leave| {
+                if leave {
+                    serving.as_mut().graceful_shutdown();
                 }
+                serving.as_mut().poll(cx).map(drop)
+            })
+            .await;
+            return None;
+        }
+        let mut serving = self.one.serve_connection(io, service);
+        let takeover = ends
+            .or(hand_off.asked(), |cx, leave| {
+                if leave {
+                    std::pin::Pin::new(&mut serving).graceful_shutdown();
+                }
+                std::pin::Pin::new(&mut serving).poll(cx).map(drop)
+            })
+            .await?;
+        let parts = serving.into_parts();
+        Some(Taken { takeover, socket: Box::new(parts.io.into_inner()), read: parts.read_buf })
+    }
+}
+
+/// Whether a connection begins as HTTP/2 does.
+async fn speaks_h2(stream: &TcpStream) -> std::io::Result<bool> {
+    let mut begun = [0; PREFACE.len()];
+    loop {
+        let length = stream.peek(&mut begun).await?;
+        if length == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        if !PREFACE.starts_with(&begun[..length]) {
+            return Ok(false);
+        }
+        if length == PREFACE.len() {
+            return Ok(true);
+        }
+        // The rest is on its way, and the socket stays readable until it is here.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// What ends a connection from outside.
+struct Ends<'a> {
+    drain: &'a Drain,
+    opened: &'a AtomicBool,
+    patience: Duration,
+}
+
+impl Ends<'_> {
+    /// Drives a connection (`poll`; told once to leave) until it ends, is ended, or `asked` resolves.
+    async fn or<T>(
+        self,
+        asked: impl Future<Output = T>,
+        mut poll: impl FnMut(&mut std::task::Context<'_>, bool) -> std::task::Poll<()>,
+    ) -> Option<T> {
+        // Nobody else times a connection that never sends its first request.
+        let opening = tokio::time::sleep(self.patience);
+        tokio::pin!(opening, asked);
+        let (closing, forced) = (self.drain.closing(), self.drain.forced());
+        let (mut leave, mut told, mut timed) = (false, false, false);
+        loop {
+            let serving = std::future::poll_fn(|cx| poll(cx, std::mem::take(&mut leave)));
+            tokio::select! {
+                // A connection that breaks is the client's affair.
+                () = serving => return None,
+                asked = &mut asked => return Some(asked),
+                () = closing.cancelled(), if !told => (told, leave) = (true, true),
+                () = &mut opening, if !timed => {
+                    timed = true;
+                    if !self.opened.load(Ordering::Relaxed) {
+                        metrics::counter!("carrick_hub_silent_connections_total").increment(1);
+                        return None;
+                    }
+                }
+                () = forced.cancelled() => return None,
             }
-            () = forced.cancelled() => return,
         }
     }
 }

@@ -143,6 +143,13 @@ impl Drain {
         self.0.state.lock().core.phase()
     }
 
+    /// How long work is still accepted: zero unless the drain has just begun.
+    pub fn window_left(&self) -> Duration {
+        let state = self.0.state.lock();
+        let until = state.core.until().filter(|_| state.core.phase() == Phase::Announcing);
+        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+    }
+
     /// How much work is under way.
     pub fn in_flight(&self) -> usize {
         self.0.in_flight.load(Ordering::Acquire)

@@ -14,6 +14,7 @@ use carrick_core::{
     name::InvalidName,
     problem::{PROBLEM, Problem},
 };
+use carrick_edge::feed::Refused;
 use carrick_message::broker::BrokerError;
 use carrick_store::StoreError;
 
@@ -48,6 +49,11 @@ impl Refusal {
         }
     }
 
+    /// When to come back, if that is told.
+    pub(super) fn retry_after(&self) -> Option<u64> {
+        self.retry_after
+    }
+
     #[cfg(test)]
     pub(super) fn problem(self) -> Problem {
         *self.problem
@@ -76,6 +82,12 @@ impl From<BrokerError> for Refusal {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, "the store refused")
             }
         }
+    }
+}
+
+impl From<Refused> for Refusal {
+    fn from(refused: Refused) -> Self {
+        Self::busy(&refused.to_string(), refused.retry_after().as_secs().max(1))
     }
 }
 

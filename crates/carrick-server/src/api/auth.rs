@@ -1,13 +1,16 @@
 //! Who asks, and what they may do.
 
+use std::sync::Arc;
+
 use axum::http::{
     HeaderMap, StatusCode,
     header::{AUTHORIZATION, HOST, ORIGIN},
 };
 use carrick_core::name::{DEFAULT_TENANT, Topic};
+use carrick_edge::feed::matches;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::answer::{Answer, Refusal};
 use crate::config::{HubConfig, Scope, Token};
@@ -19,13 +22,15 @@ pub(super) struct Guard {
     tokens: Vec<Known>,
     /// Nobody but this machine's own programs is meant to ask.
     local: bool,
+    /// Origins of pages that may ask, besides the hub's own.
+    origins: Vec<String>,
 }
 
 /// A token, and its places among the requests that wait.
 #[derive(Debug)]
 struct Known {
     token: Token,
-    waits: Semaphore,
+    waits: Arc<Semaphore>,
 }
 
 /// A caller that was recognised.
@@ -36,15 +41,39 @@ impl Guard {
     pub(super) fn new(config: &HubConfig, loopback: bool) -> Self {
         let known = |token: &Token| Known {
             token: token.clone(),
-            waits: Semaphore::new(config.limits.waits_per_token),
+            waits: Arc::new(Semaphore::new(config.limits.waits_per_token)),
         };
         let tokens: Vec<_> = config.tokens.iter().map(known).collect();
-        Self { local: loopback && tokens.is_empty(), tokens }
+        let origins = config.origins.clone();
+        Self { local: loopback && tokens.is_empty(), tokens, origins }
     }
 
-    /// The places among the requests that wait, of the caller's token.
-    pub(super) fn places(&self, headers: &HeaderMap) -> Answer<Option<&Semaphore>> {
-        Ok(self.known(headers)?.map(|known| &known.waits))
+    /// A place among the requests that wait with the caller's token; there is no limit without one.
+    pub(super) fn place(&self, headers: &HeaderMap) -> Answer<Option<OwnedSemaphorePermit>> {
+        let Some(known) = self.known(headers)? else { return Ok(None) };
+        match Arc::clone(&known.waits).try_acquire_owned() {
+            Ok(permit) => Ok(Some(permit)),
+            Err(_) => Err(Refusal::busy("too many requests wait with this token", 5)),
+        }
+    }
+
+    /// Whether a page of this origin may read answers: one that is listed.
+    pub(super) fn is_listed(&self, origin: &str) -> bool {
+        self.origins.iter().any(|listed| listed == origin)
+    }
+
+    /// Refuses a page that is neither of the hub's own origin nor listed, whatever token it has. Who
+    /// sends no origin is no page.
+    pub(super) fn origin(&self, headers: &HeaderMap) -> Answer<()> {
+        let Some(origin) = headers.get(ORIGIN) else { return Ok(()) };
+        let origin = origin.to_str().unwrap_or("?");
+        let host = headers.get(HOST).and_then(|host| host.to_str().ok());
+        if self.is_listed(origin) || host.is_some_and(|host| is_own(origin, host)) {
+            return Ok(());
+        }
+        metrics::counter!("carrick_hub_forbidden_total").increment(1);
+        let detail = "pages of this origin are refused (origins)";
+        Err(Refusal::new(StatusCode::FORBIDDEN, detail))
     }
 
     /// Recognises a caller by its bearer token.
@@ -54,7 +83,7 @@ impl Guard {
 
     fn known(&self, headers: &HeaderMap) -> Answer<Option<&Known>> {
         if self.tokens.is_empty() {
-            return match self.local && from_a_web_page(headers) {
+            return match self.local && self.is_from_a_web_page(headers) {
                 true => Err(foreign()),
                 false => Ok(None),
             };
@@ -77,6 +106,13 @@ impl Guard {
             }
         }
         found.map(Some).ok_or_else(unknown)
+    }
+
+    /// Whether a page that somebody visits sent this: from another origin that is not listed, or
+    /// after its own name was made to point here (DNS rebinding).
+    fn is_from_a_web_page(&self, headers: &HeaderMap) -> bool {
+        let rebound = headers.get(HOST).is_some_and(|host| !host.to_str().is_ok_and(is_local));
+        rebound || self.origin(headers).is_err()
     }
 }
 
@@ -101,7 +137,8 @@ impl Caller<'_> {
     }
 
     pub(super) fn sees(&self, topic: &str) -> bool {
-        self.0.is_none_or(|token| token.topics.iter().any(|pattern| matches(pattern, topic)))
+        let sees = |token: &Token| token.topics.iter().any(|pattern| matches(pattern, topic));
+        self.0.is_none_or(sees)
     }
 
     fn may(&self, scope: Scope, topic: &str) -> Answer<()> {
@@ -126,17 +163,10 @@ fn foreign() -> Refusal {
     Refusal::new(StatusCode::FORBIDDEN, detail)
 }
 
-/// Whether a page that somebody visits sent this: from another origin, or after its own name was
-/// made to point here (DNS rebinding).
-fn from_a_web_page(headers: &HeaderMap) -> bool {
-    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-    let host = text(HOST);
-    let rebound = host.is_some_and(|host| !is_local(host));
-    let other = text(ORIGIN).is_some_and(|origin| {
-        let authority = origin.split_once("://").map(|(_, authority)| authority);
-        authority.is_none() || authority != host
-    });
-    rebound || other
+/// Whether an origin is that of the host that was asked. TLS may end before the hub, so the scheme
+/// does not tell.
+fn is_own(origin: &str, host: &str) -> bool {
+    origin.split_once("://").is_some_and(|(_, authority)| authority == host)
 }
 
 /// An address, or a name that nobody can buy.
@@ -151,13 +181,6 @@ fn is_local(host: &str) -> bool {
         || name.ends_with(".localhost")
 }
 
-fn matches(pattern: &str, topic: &str) -> bool {
-    match pattern.strip_suffix('*') {
-        Some(start) => topic.starts_with(start),
-        None => pattern == topic,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,7 +190,8 @@ mod tests {
         let topics = vec!["orders".to_owned(), "billing.*".to_owned()];
         let (name, tenant) = ("shop".to_owned(), "acme".to_owned());
         let token = Token { name, digest, tenant, scopes: vec![Scope::Publish], topics };
-        Guard { tokens: vec![Known { token, waits: Semaphore::new(1) }], local: false }
+        let waits = Arc::new(Semaphore::new(1));
+        Guard { tokens: vec![Known { token, waits }], local: false, origins: Vec::new() }
     }
 
     fn ask(guard: &Guard, header: &str, topic: &str, scope: Scope) -> Result<String, u16> {
@@ -192,7 +216,11 @@ mod tests {
 
     #[test]
     fn a_hub_without_tokens_does_not_answer_web_pages() {
-        let guard = Guard { tokens: Vec::new(), local: true };
+        let guard = Guard {
+            tokens: Vec::new(),
+            local: true,
+            origins: vec!["https://listed.example".to_owned()],
+        };
         let check = |host: &str, origin: Option<&str>| {
             let mut headers = HeaderMap::new();
             headers.insert(HOST, host.parse().unwrap());
@@ -205,6 +233,9 @@ mod tests {
             assert!(check(host, None), "{host}");
             assert!(check(host, Some(&format!("http://{host}"))), "its own page at {host}");
             assert!(!check(host, Some("https://shop.example")), "another page at {host}");
+            assert!(check(host, Some("https://listed.example")), "a page that is listed at {host}");
+            assert!(!check(host, Some("http://listed.example")), "another scheme at {host}");
+            assert!(!check(host, Some("https://evil-listed.example")), "{host}");
             assert!(!check(host, Some("null")), "{host}");
         }
         assert!(!check("rebound.example:7070", None));

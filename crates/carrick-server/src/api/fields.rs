@@ -27,16 +27,7 @@ impl Fields {
 
     /// Reads a query; of a repeated parameter the last counts.
     pub(super) fn from_query(query: Option<&str>) -> Self {
-        let pairs = query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty());
-        let decode = |text: &str| {
-            let text = text.replace('+', " ");
-            percent_encoding::percent_decode_str(&text).decode_utf8_lossy().into_owned()
-        };
-        let pair = |pair: &str| {
-            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-            (decode(name), Value::String(decode(value)))
-        };
-        Self(pairs.map(pair).collect())
+        Self(pairs(query).map(|(name, value)| (name, Value::String(value))).collect())
     }
 
     fn present(&self, name: &str) -> Option<&Value> {
@@ -126,6 +117,24 @@ impl Fields {
     }
 }
 
+/// The parameters of a query, in their order.
+fn pairs(query: Option<&str>) -> impl Iterator<Item = (String, String)> {
+    let decode = |text: &str| {
+        let text = text.replace('+', " ");
+        percent_encoding::percent_decode_str(&text).decode_utf8_lossy().into_owned()
+    };
+    let pairs = query.unwrap_or_default().split('&').filter(|pair| !pair.is_empty());
+    pairs.map(move |pair| {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        (decode(name), decode(value))
+    })
+}
+
+/// The values of a parameter that may come several times.
+pub(super) fn repeated(query: Option<&str>, name: &str) -> Vec<String> {
+    pairs(query).filter(|(found, _)| found == name).map(|(_, value)| value).collect()
+}
+
 /// A value as a person wrote it: a string without quotes.
 struct Plain<'a>(&'a Value);
 
@@ -161,5 +170,7 @@ mod tests {
         let fields = Fields::from_query(Some("after=a%2Bb+c&limit=1&limit=20&x"));
         assert_eq!(fields.text("after").unwrap(), Some("a+b c"));
         assert_eq!(fields.count("limit", 1, 1..=100), Ok(20));
+        let query = Some("topic=a&after=x&topic=b%2E");
+        assert_eq!(repeated(query, "topic"), ["a", "b."]);
     }
 }

@@ -5,7 +5,9 @@
 
 mod answer;
 mod auth;
+mod cors;
 mod dead;
+mod feed;
 mod fields;
 mod groups;
 mod openapi;
@@ -24,9 +26,10 @@ use axum::{
 };
 use bytes::Bytes;
 use carrick_core::problem::Problem;
+use carrick_edge::feed::Feed;
 use carrick_ops::{drain::Drain, health::Health, telemetry::Metrics};
 use http_body_util::BodyExt;
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit};
 
 use self::{
     answer::{Answer, Refusal},
@@ -45,6 +48,7 @@ pub struct Api(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     hub: Hub,
+    feed: Feed,
     guard: Guard,
     limits: LimitOptions,
     max_attempts: u32,
@@ -57,6 +61,7 @@ impl Api {
     /// The interface of a hub.
     pub fn new(hub: Hub, config: &HubConfig, drain: Drain) -> Self {
         Self(Arc::new(Inner {
+            feed: Feed::new(hub.store().clone(), hub.seal.clone(), config.feed.clone()),
             hub,
             guard: Guard::new(config, config.listen.ip().is_loopback()),
             limits: config.limits.clone(),
@@ -64,6 +69,15 @@ impl Api {
             waits: Semaphore::new(config.limits.waits),
             drain,
         }))
+    }
+
+    /// Tells the readers to leave once the drain begins, spread over its window.
+    ///
+    /// # Cancel safety
+    /// Safe to drop: the readers stay until the drain forces them.
+    pub async fn farewell(self) {
+        self.0.drain.announced().cancelled().await;
+        self.0.feed.drain(self.0.drain.window_left());
     }
 
     /// Its routes, with those of health and metrics.
@@ -74,7 +88,7 @@ impl Api {
             .route("/", get(front_page))
             .route("/openapi.json", get(openapi::document))
             .route("/v1/topics", get(topics::list))
-            .route("/v1/topics/{topic}/events", get(topics::read).post(topics::publish))
+            .route("/v1/topics/{topic}/events", get(feed::read).post(topics::publish))
             .route("/v1/topics/{topic}/groups", get(groups::list))
             .route(groups, put(groups::create))
             .route(&of_group("/lease"), post(groups::lease))
@@ -92,9 +106,10 @@ impl Api {
             .merge(health.routes().layer(middleware::from_fn_with_state(self.clone(), inner_view)));
         if let Some(metrics) = metrics {
             let routes = metrics.routes();
-            router = router.merge(routes.layer(middleware::from_fn_with_state(self, inner_view)));
+            router = router
+                .merge(routes.layer(middleware::from_fn_with_state(self.clone(), inner_view)));
         }
-        router
+        router.layer(middleware::from_fn_with_state(self, cors::apply))
     }
 
     /// Reads a body that is within its limits of size and time.
@@ -138,11 +153,13 @@ impl Api {
     }
 
     /// A place among the requests that wait, given back when it is dropped.
-    fn place(&self, headers: &HeaderMap) -> Answer<[Option<SemaphorePermit<'_>>; 2]> {
-        let full = |_| Refusal::busy("too many requests wait", 5);
-        let own = self.0.guard.places(headers)?.map(Semaphore::try_acquire).transpose();
-        let own = own.map_err(full)?;
-        Ok([own, Some(self.0.waits.try_acquire().map_err(full)?)])
+    fn place(
+        &self,
+        headers: &HeaderMap,
+    ) -> Answer<(Option<OwnedSemaphorePermit>, SemaphorePermit<'_>)> {
+        let own = self.0.guard.place(headers)?;
+        let place = self.0.waits.try_acquire();
+        Ok((own, place.map_err(|_| Refusal::busy("too many requests wait", 5))?))
     }
 }
 

@@ -147,8 +147,8 @@ impl Up {
 
         let listener = Listener::bind(config.listen, config.tls.as_ref(), &config.limits).await?;
         let address = listener.address()?;
-        let router =
-            Api::new(hub.clone(), &config, drain.clone()).router(&health, Some(&telemetry.metrics));
+        let api = Api::new(hub.clone(), &config, drain.clone());
+        let router = api.clone().router(&health, Some(&telemetry.metrics));
 
         // Each ends with its token, and all with the set.
         let mut tasks = JoinSet::new();
@@ -159,6 +159,7 @@ impl Up {
         tasks.spawn(async move { watched.watch(forced).await });
         let (metrics, forced) = (telemetry.metrics.clone(), drain.forced());
         tasks.spawn(async move { metrics.upkeep(forced).await });
+        tasks.spawn(api.farewell());
         tasks.spawn(listener.serve(router, drain.clone()));
 
         let scheme = if config.tls.is_some() { "https" } else { "http" };

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration}
 
 use carrick_call::client::{DependencyConfig, DependencyOptions};
 use carrick_core::config::{Faults, InvalidConfig, duration, size};
+use carrick_edge::feed::{FeedConfig, FeedOptions};
 use carrick_ops::{
     drain::{DrainConfig, DrainOptions},
     telemetry::TelemetryOptions,
@@ -33,6 +34,10 @@ pub struct HubOptions {
     pub retention: RetentionOptions,
     /// How much is taken at a time.
     pub limits: LimitOptions,
+    /// How topics are read by clients.
+    pub feed: FeedOptions,
+    /// Origins of web pages that may ask, besides the hub's own: `https://shop.example`.
+    pub origins: Vec<String>,
     /// How the hub ends.
     pub drain: DrainOptions,
     /// Logs and traces.
@@ -82,9 +87,10 @@ pub struct RetentionOptions {
 pub struct LimitOptions {
     /// Connections, 1..=1 000 000. Default 10 000.
     pub connections: usize,
-    /// Requests that wait, 1..=1 000 000. Default 5000.
+    /// Requests that wait for deliveries, 1..=1 000 000. Default 5000. Readers of topics are the
+    /// feed's.
     pub waits: usize,
-    /// Of those, with one token, 1..=1 000 000. Default 1000.
+    /// Requests that wait and readers, with one token, 1..=1 000 000. Default 1000.
     pub waits_per_token: usize,
     /// Bytes of a body, 1 KiB to 64 MiB. Default 4 MiB.
     #[serde(with = "size")]
@@ -152,6 +158,8 @@ impl Default for HubOptions {
             delivery: DeliveryOptions::default(),
             retention: RetentionOptions::default(),
             limits: LimitOptions::default(),
+            feed: FeedOptions::default(),
+            origins: Vec::new(),
             drain: DrainOptions::default(),
             telemetry: TelemetryOptions::default(),
             token: Vec::new(),
@@ -200,6 +208,8 @@ pub struct HubConfig {
     pub(crate) delivery: DeliveryOptions,
     pub(crate) retention: RetentionOptions,
     pub(crate) limits: LimitOptions,
+    pub(crate) feed: FeedConfig,
+    pub(crate) origins: Vec<String>,
     pub(crate) drain: DrainConfig,
     pub(crate) telemetry: TelemetryOptions,
     pub(crate) tokens: Vec<Token>,
@@ -220,6 +230,11 @@ impl HubConfig {
     /// Where the hub listens.
     pub fn listen(&self) -> SocketAddr {
         self.listen
+    }
+
+    /// Settings of the feed.
+    pub fn feed(&self) -> &FeedConfig {
+        &self.feed
     }
 
     /// TLS of the listener, if it has it.
@@ -256,6 +271,8 @@ impl TryFrom<HubOptions> for HubConfig {
             delivery,
             retention,
             limits,
+            feed,
+            origins,
             drain,
             telemetry,
             token,
@@ -326,6 +343,11 @@ impl TryFrom<HubOptions> for HubConfig {
         let range = "at least 1MiB, and at least limits.body";
         faults.unless_value(enough, "limits.publishing-bytes", range, shown);
 
+        let feed = FeedConfig::try_from(feed).map_err(|inner| faults.nest("feed", inner)).ok();
+        for origin in &origins {
+            let range = "an origin, such as https://shop.example";
+            faults.unless_value(is_origin(origin), "origins", range, origin);
+        }
         let drain = DrainConfig::try_from(drain).map_err(|inner| faults.nest("drain", inner)).ok();
         let tokens = tokens(token, &mut faults);
         let mut dependencies = BTreeMap::new();
@@ -351,6 +373,8 @@ impl TryFrom<HubOptions> for HubConfig {
             delivery,
             retention,
             limits,
+            feed: feed.unwrap_or_default(),
+            origins,
             drain,
             telemetry,
             tokens,
@@ -376,6 +400,18 @@ fn tokens(options: Vec<TokenOptions>, faults: &mut Faults) -> Vec<Token> {
         }
     }
     tokens
+}
+
+/// Scheme and authority, and nothing else: what a browser sends.
+fn is_origin(text: &str) -> bool {
+    let parsed = text.parse::<http::Uri>().ok();
+    parsed.is_some_and(|uri| {
+        let scheme = matches!(uri.scheme_str(), Some("http" | "https"));
+        let authority = uri.authority().map_or("", |authority| authority.as_str());
+        scheme
+            && !authority.contains('@')
+            && text.split_once("://").is_some_and(|(_, rest)| rest == authority)
+    })
 }
 
 /// 32 bytes from 64 digits.

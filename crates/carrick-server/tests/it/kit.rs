@@ -48,8 +48,9 @@ impl Running {
         let address = listener.address().unwrap();
         let health = Health::new(HealthConfig::default());
         health.follow(&drain);
-        let router = Api::new(hub.clone(), &config, drain.clone());
-        let router = router.router(&health, metrics());
+        let api = Api::new(hub.clone(), &config, drain.clone());
+        let router = api.clone().router(&health, metrics());
+        tokio::spawn(api.farewell());
         let serving = tokio::spawn(listener.serve(router, drain.clone()));
         Self { address, drain, hub, serving }
     }

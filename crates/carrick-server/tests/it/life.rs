@@ -73,7 +73,7 @@ async fn a_drain_fails_readiness_first_answers_those_who_wait_and_takes_work_mea
 
 #[tokio::test]
 async fn a_waiting_client_that_hangs_up_leaves_its_place() {
-    let hub = Running::start(|options| options.limits.waits = 1).await;
+    let hub = Running::start(|options| options.feed.subscribers = 1).await;
     let mut gone = hub.connect().await;
     let request = "GET /v1/topics/t/events?wait=50s HTTP/1.1\r\nhost: localhost\r\n\r\n";
     gone.write_all(request.as_bytes()).await.unwrap();

@@ -2,6 +2,7 @@
 
 mod cli;
 mod edge;
+mod feed;
 mod groups;
 mod kit;
 mod life;
