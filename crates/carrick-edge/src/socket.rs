@@ -5,9 +5,17 @@
 //! socket ([`HandOff::take_over`]) leaves all of that behind; what waits is one small task. HTTP/1.1
 //! only: a stream of HTTP/2 shares its connection with others.
 
-use std::{convert::Infallible, future, pin::Pin, sync::Arc};
+use std::{
+    collections::VecDeque,
+    convert::Infallible,
+    future,
+    io::{self, IoSlice},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use parking_lot::Mutex;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -62,6 +70,86 @@ impl HandOff {
                 return takeover;
             }
             self.0.asked.notified().await;
+        }
+    }
+}
+
+/// Slices of one write at most.
+const SLICES: usize = 64;
+
+/// What is to go out on a socket, in order; shared bytes are not copied, and go out together.
+#[derive(Debug, Default)]
+pub(crate) struct Unwritten {
+    pieces: VecDeque<Bytes>,
+    /// Of the first piece, some is written already.
+    begun: bool,
+}
+
+impl Unwritten {
+    pub(crate) fn push(&mut self, piece: Bytes) {
+        if !piece.is_empty() {
+            self.pieces.push_back(piece);
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.pieces.iter().map(Bytes::len).sum()
+    }
+
+    /// All of it, as one piece.
+    pub(crate) fn take(&mut self) -> Bytes {
+        let mut pieces = std::mem::take(&mut self.pieces);
+        self.begun = false;
+        match pieces.len() {
+            1 => pieces.pop_front().unwrap_or_default(),
+            _ => pieces.iter().flatten().copied().collect::<Vec<u8>>().into(),
+        }
+    }
+
+    /// Drops what has not begun to go out.
+    pub(crate) fn clear(&mut self) {
+        self.pieces.truncate(usize::from(self.begun));
+    }
+
+    /// Writes until all is written, or until the socket takes no more.
+    pub(crate) fn poll_write(
+        &mut self,
+        mut socket: Pin<&mut (impl AsyncWrite + ?Sized)>,
+        cx: &mut Context<'_>,
+    ) -> Poll<io::Result<()>> {
+        while !self.pieces.is_empty() {
+            let mut slices = [IoSlice::new(&[]); SLICES];
+            let mut count = 0;
+            for (slice, piece) in slices.iter_mut().zip(&self.pieces) {
+                *slice = IoSlice::new(piece);
+                count += 1;
+            }
+            let written = ready!(socket.as_mut().poll_write_vectored(cx, &slices[..count]))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.advance(written);
+        }
+        if self.pieces.capacity() > SLICES {
+            self.pieces.shrink_to(0);
+        }
+        socket.poll_flush(cx)
+    }
+
+    fn advance(&mut self, mut written: usize) {
+        while let Some(piece) = self.pieces.front_mut() {
+            if written < piece.len() {
+                piece.advance(written);
+                self.begun |= written > 0;
+                return;
+            }
+            written -= piece.len();
+            self.pieces.pop_front();
+            self.begun = false;
         }
     }
 }

@@ -12,6 +12,7 @@
 //!   [`call::budget`], [`call::breaker`], [`call::outlier`], [`call::balance`], [`call::bulkhead`],
 //!   [`call::queue`], [`call::throttle`], [`call::hedge`], [`call::scatter`], [`call::fault`],
 //!   [`call::egress`]; [`call::server`] for the other side.
+//! * `edge`: [`edge::feed`] and its doors: [`edge::long_poll`], [`edge::sse`], [`edge::websocket`].
 //! * `ops`: [`ops::health`], [`ops::drain`], [`ops::telemetry`].
 //!
 //! The example `message_path` shows one event from the row that commits it to the effect that
@@ -20,6 +21,8 @@
 #[cfg(feature = "call")]
 pub use carrick_call as call;
 pub use carrick_core as core;
+#[cfg(feature = "edge")]
+pub use carrick_edge as edge;
 #[cfg(feature = "message")]
 pub use carrick_message as message;
 #[cfg(feature = "ops")]

@@ -1,5 +1,9 @@
 //! What can be wrong with an event.
 
+use http::StatusCode;
+
+use crate::problem::Problem;
+
 /// Why bytes are not an event, or an event cannot be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -79,6 +83,27 @@ impl EventError {
             Self::TooLarge { .. } | Self::TooMany { .. } => true,
             Self::InBatch { source, .. } => source.is_too_large(),
             _ => false,
+        }
+    }
+}
+
+impl From<&EventError> for Problem {
+    fn from(error: &EventError) -> Self {
+        let mut detail = error.to_string();
+        let mut source = std::error::Error::source(error);
+        while let Some(inner) = source {
+            detail = format!("{detail}: {inner}");
+            source = inner.source();
+        }
+        let status = match error {
+            error if error.is_too_large() => StatusCode::PAYLOAD_TOO_LARGE,
+            EventError::ContentType { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            _ => StatusCode::BAD_REQUEST,
+        };
+        let problem = Self::new(status, detail);
+        match error.field() {
+            Some(field) => problem.with("field", field),
+            None => problem,
         }
     }
 }

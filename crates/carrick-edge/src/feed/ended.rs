@@ -13,6 +13,10 @@ pub enum Ended {
     Expired,
     /// The store is closed.
     Closed,
+    /// The client said something that the protocol does not allow.
+    Protocol,
+    /// What the client sent cannot be published now.
+    Busy,
 }
 
 impl Ended {
@@ -24,6 +28,13 @@ impl Ended {
             Self::Drain => "drain",
             Self::Expired => "expired",
             Self::Closed => "closed",
+            Self::Protocol => "protocol",
+            Self::Busy => "busy",
         }
+    }
+
+    pub(crate) fn count(self, door: &'static str) {
+        metrics::counter!("carrick_feed_ended_total", "door" => door, "reason" => self.label())
+            .increment(1);
     }
 }

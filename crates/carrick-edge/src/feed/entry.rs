@@ -7,7 +7,7 @@ use carrick_core::{event::Event, name::Topic, position::Position, seal::Seal};
 use carrick_store::log::{Record, Seq};
 
 use super::Filter;
-use crate::sse::Frame;
+use crate::{sse::Frame, websocket};
 
 /// What positions of one topic are sealed with.
 #[derive(Debug)]
@@ -38,12 +38,13 @@ pub struct Entry {
     head: OnceLock<Head>,
     position: OnceLock<Arc<str>>,
     frame: OnceLock<Frame>,
+    message: OnceLock<Bytes>,
 }
 
 impl Entry {
     pub(super) fn new(scope: Arc<Scope>, record: Record) -> Self {
-        let (head, position, frame) = Default::default();
-        Self { scope, record, head, position, frame }
+        let (head, position, frame, message) = Default::default();
+        Self { scope, record, head, position, frame, message }
     }
 
     /// Its number in the topic.
@@ -80,6 +81,16 @@ impl Entry {
     /// Its frame of Server-Sent Events, for a reader of this topic alone.
     pub(crate) fn frame(&self) -> &Frame {
         self.frame.get_or_init(|| Frame::event(self.ty(), self.position(), &self.record.body))
+    }
+
+    /// Its WebSocket message, for a reader of this topic alone.
+    pub(crate) fn message(&self) -> &Bytes {
+        self.message.get_or_init(|| websocket::event(self, self.position(), None))
+    }
+
+    /// Whether the record is an event.
+    pub(crate) fn is_event(&self) -> bool {
+        !self.ty().is_empty()
     }
 
     fn head(&self) -> &Head {

@@ -19,6 +19,7 @@ mod config;
 mod ended;
 mod entry;
 mod filter;
+mod reader;
 mod ring;
 mod subscription;
 mod tail;
@@ -40,6 +41,7 @@ use tokio::{
     time::Instant,
 };
 
+pub(crate) use self::reader::{LOOK, Next, Reader};
 pub use self::{
     admission::Admission,
     config::{FeedConfig, FeedOptions},

@@ -2,6 +2,7 @@
 
 use std::{future::poll_fn, pin::pin, sync::Arc, task::Poll, time::Duration};
 
+use bytes::Bytes;
 use carrick_core::name::Topic;
 use carrick_store::{
     StoreError,
@@ -11,7 +12,7 @@ use carrick_store::{
 use super::{
     Entry, Feed, Filter, PURPOSE, Start, entry::Scope, ring::Found, scope_of, tail::Watching,
 };
-use crate::sse::Frame;
+use crate::{sse::Frame, websocket};
 
 /// How much one read gives at most; at least one event if there is one.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +49,16 @@ impl Item {
     /// Where to go on after this event.
     pub fn position(&self) -> &Arc<str> {
         self.position.as_ref().unwrap_or_else(|| self.entry.position())
+    }
+
+    /// Its WebSocket message.
+    pub(crate) fn message(&self) -> Bytes {
+        match &self.position {
+            None => self.entry.message().clone(),
+            Some(position) => {
+                websocket::event(&self.entry, position, Some(self.entry.topic().name()))
+            }
+        }
     }
 
     /// Its frame of Server-Sent Events.

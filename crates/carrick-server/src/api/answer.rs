@@ -54,7 +54,11 @@ impl Refusal {
         self.retry_after
     }
 
-    #[cfg(test)]
+    /// The status that it is answered with.
+    pub(super) fn status(&self) -> StatusCode {
+        StatusCode::from_u16(self.problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    }
+
     pub(super) fn problem(self) -> Problem {
         *self.problem
     }
@@ -105,29 +109,13 @@ impl From<InvalidName> for Refusal {
 
 impl From<EventError> for Refusal {
     fn from(error: EventError) -> Self {
-        let mut detail = error.to_string();
-        let mut source = std::error::Error::source(&error);
-        while let Some(inner) = source {
-            detail = format!("{detail}: {inner}");
-            source = inner.source();
-        }
-        let status = match &error {
-            error if error.is_too_large() => StatusCode::PAYLOAD_TOO_LARGE,
-            EventError::ContentType { .. } => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            _ => StatusCode::BAD_REQUEST,
-        };
-        let mut problem = Problem::new(status, detail);
-        if let Some(field) = error.field() {
-            problem = problem.with("field", field);
-        }
-        problem.into()
+        Problem::from(&error).into()
     }
 }
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response<Body> {
-        let status =
-            StatusCode::from_u16(self.problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let status = self.status();
         let body = serde_json::to_vec(&*self.problem).expect("a problem is JSON");
         let mut response = Response::new(Body::from(body));
         *response.status_mut() = status;

@@ -1,18 +1,29 @@
 //! Who asks, and what they may do.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::http::{
     HeaderMap, StatusCode,
     header::{AUTHORIZATION, HOST, ORIGIN},
 };
-use carrick_core::name::{DEFAULT_TENANT, Topic};
+use carrick_core::{
+    clock::{Clock, SystemClock},
+    name::{DEFAULT_TENANT, Topic},
+    seal::Seal,
+};
 use carrick_edge::feed::matches;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::Instant,
+};
 
-use super::answer::{Answer, Refusal};
+use super::{
+    answer::{Answer, Refusal},
+    fields::repeated,
+    grant::Grant,
+};
 use crate::config::{HubConfig, Scope, Token};
 
 /// Checks tokens. Without any, everybody is tenant `default` and may do everything, which is why
@@ -24,37 +35,36 @@ pub(super) struct Guard {
     local: bool,
     /// Origins of pages that may ask, besides the hub's own.
     origins: Vec<String>,
+    /// Of the subscription tokens.
+    seal: Seal,
 }
 
-/// A token, and its places among the requests that wait.
+/// A token, and its places among those who wait.
 #[derive(Debug)]
 struct Known {
     token: Token,
     waits: Arc<Semaphore>,
+    readers: Arc<Semaphore>,
 }
 
 /// A caller that was recognised.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Caller<'a>(Option<&'a Token>);
+#[derive(Clone, Debug)]
+pub(super) struct Caller<'a> {
+    /// Its token, or the one that made its subscription token; none where there are no tokens.
+    known: Option<&'a Known>,
+    grant: Option<Grant>,
+}
 
 impl Guard {
-    pub(super) fn new(config: &HubConfig, loopback: bool) -> Self {
+    pub(super) fn new(config: &HubConfig, loopback: bool, seal: Seal) -> Self {
         let known = |token: &Token| Known {
             token: token.clone(),
             waits: Arc::new(Semaphore::new(config.limits.waits_per_token)),
+            readers: Arc::new(Semaphore::new(config.limits.readers_per_token)),
         };
         let tokens: Vec<_> = config.tokens.iter().map(known).collect();
         let origins = config.origins.clone();
-        Self { local: loopback && tokens.is_empty(), tokens, origins }
-    }
-
-    /// A place among the requests that wait with the caller's token; there is no limit without one.
-    pub(super) fn place(&self, headers: &HeaderMap) -> Answer<Option<OwnedSemaphorePermit>> {
-        let Some(known) = self.known(headers)? else { return Ok(None) };
-        match Arc::clone(&known.waits).try_acquire_owned() {
-            Ok(permit) => Ok(Some(permit)),
-            Err(_) => Err(Refusal::busy("too many requests wait with this token", 5)),
-        }
+        Self { local: loopback && tokens.is_empty(), tokens, origins, seal }
     }
 
     /// Whether a page of this origin may read answers: one that is listed.
@@ -78,26 +88,52 @@ impl Guard {
 
     /// Recognises a caller by its bearer token.
     pub(super) fn caller(&self, headers: &HeaderMap) -> Answer<Caller<'_>> {
-        Ok(Caller(self.known(headers)?.map(|known| &known.token)))
+        let value = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let bearer = value.and_then(|value| value.split_once(' '));
+        let bearer = bearer.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+        self.recognise(headers, bearer.map(|(_, token)| token.trim()))
     }
 
-    fn known(&self, headers: &HeaderMap) -> Answer<Option<&Known>> {
-        if self.tokens.is_empty() {
-            return match self.local && self.is_from_a_web_page(headers) {
-                true => Err(foreign()),
-                false => Ok(None),
-            };
+    /// Recognises who reads: a browser can put no header on a stream, so that its subscription token
+    /// may be in the query. Tokens of the configuration may not: addresses are written to logs.
+    pub(super) fn reader(&self, headers: &HeaderMap, query: Option<&str>) -> Answer<Caller<'_>> {
+        let token = repeated(query, "token").pop().filter(|token| Grant::is_one(token));
+        match token.filter(|_| !headers.contains_key(AUTHORIZATION)) {
+            Some(token) => self.recognise(headers, Some(&token)),
+            None => self.caller(headers),
+        }
+    }
+
+    fn recognise(&self, headers: &HeaderMap, token: Option<&str>) -> Answer<Caller<'_>> {
+        if self.local && self.is_from_a_web_page(headers) {
+            return Err(foreign());
         }
         let unknown = || {
             metrics::counter!("carrick_hub_unauthorized_total").increment(1);
             Refusal::new(StatusCode::UNAUTHORIZED, "a bearer token is needed")
         };
-        let value = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let (scheme, token) = value.and_then(|value| value.split_once(' ')).ok_or_else(unknown)?;
-        if !scheme.eq_ignore_ascii_case("bearer") {
-            return Err(unknown());
+        if let Some(token) = token.filter(|token| Grant::is_one(token)) {
+            let ended = || {
+                metrics::counter!("carrick_hub_unauthorized_total").increment(1);
+                let detail = "this subscription token is not valid, or not any more";
+                Refusal::new(StatusCode::UNAUTHORIZED, detail)
+            };
+            let grant = Grant::open(&self.seal, token, SystemClock.wall()).ok_or_else(ended)?;
+            // What the token that made it may not do any more, it may not either.
+            let known = match &grant.issuer {
+                None if self.tokens.is_empty() => None,
+                None => return Err(ended()),
+                Some(name) => {
+                    let mut tokens = self.tokens.iter();
+                    Some(tokens.find(|known| known.token.name == *name).ok_or_else(ended)?)
+                }
+            };
+            return Ok(Caller { known, grant: Some(grant) });
         }
-        let digest = Sha256::digest(token.trim().as_bytes());
+        if self.tokens.is_empty() {
+            return Ok(Caller { known: None, grant: None });
+        }
+        let digest = Sha256::digest(token.ok_or_else(unknown)?.as_bytes());
         // Every token is compared, in constant time: how long it takes tells nothing.
         let mut found = None;
         for known in &self.tokens {
@@ -105,7 +141,7 @@ impl Guard {
                 found = Some(known);
             }
         }
-        found.map(Some).ok_or_else(unknown)
+        Ok(Caller { known: Some(found.ok_or_else(unknown)?), grant: None })
     }
 
     /// Whether a page that somebody visits sent this: from another origin that is not listed, or
@@ -117,43 +153,93 @@ impl Guard {
 }
 
 impl Caller<'_> {
+    fn token(&self) -> Option<&Token> {
+        self.known.map(|known| &known.token)
+    }
+
     pub(super) fn tenant(&self) -> &str {
-        self.0.map_or(DEFAULT_TENANT, |token| &token.tenant)
+        self.token().map_or(DEFAULT_TENANT, |token| &token.tenant)
+    }
+
+    /// When its right ends, if it does.
+    pub(super) fn ends_at(&self) -> Option<Instant> {
+        let grant = self.grant.as_ref()?;
+        let left = grant.expires.duration_since(SystemClock.wall());
+        Some(Instant::now() + Duration::try_from(left).unwrap_or_default())
     }
 
     /// The topic of that name, if the caller may do this with it.
     pub(super) fn topic(&self, name: &str, scope: Scope) -> Answer<Topic> {
         let topic = Topic::in_tenant(self.tenant(), name)?;
-        self.may(scope, name)?;
+        self.any(scope)?;
+        if !self.sees(name) {
+            return Err(self.refused(scope));
+        }
         Ok(topic)
     }
 
     /// Whether the caller may do something that is on no topic in particular.
     pub(super) fn any(&self, scope: Scope) -> Answer<()> {
-        match self.0 {
-            Some(token) if !token.scopes.contains(&scope) => Err(refused(token, scope)),
-            _ => Ok(()),
+        let granted = self.grant.as_ref().is_none_or(|grant| grant.allows(scope));
+        match self.token().is_none_or(|token| token.scopes.contains(&scope)) && granted {
+            true => Ok(()),
+            false => Err(self.refused(scope)),
         }
     }
 
     pub(super) fn sees(&self, topic: &str) -> bool {
         let sees = |token: &Token| token.topics.iter().any(|pattern| matches(pattern, topic));
-        self.0.is_none_or(sees)
+        self.token().is_none_or(sees) && self.grant.as_ref().is_none_or(|grant| grant.sees(topic))
     }
 
-    fn may(&self, scope: Scope, topic: &str) -> Answer<()> {
+    /// Whether one of the patterns that the caller sees covers something.
+    pub(super) fn covers(&self, covers: impl Fn(&str) -> bool, scope: Scope) -> Answer<()> {
         self.any(scope)?;
-        match self.0 {
-            Some(token) if !self.sees(topic) => Err(refused(token, scope)),
-            _ => Ok(()),
+        let covered = |token: &Token| token.topics.iter().any(|pattern| covers(pattern));
+        match self.token().is_none_or(covered) {
+            true => Ok(()),
+            false => Err(self.refused(scope)),
         }
+    }
+
+    /// The name under which it makes subscription tokens. One of these makes no others.
+    pub(super) fn issuer(&self) -> Answer<Option<String>> {
+        if self.grant.is_some() {
+            return Err(self.refused(Scope::Admin));
+        }
+        Ok(self.token().map(|token| token.name.clone()))
+    }
+
+    /// A place among the requests that wait with its token; there is no limit without one.
+    pub(super) fn place(&self) -> Answer<Option<OwnedSemaphorePermit>> {
+        let Some(known) = self.known else { return Ok(None) };
+        let (places, detail) = match self.grant {
+            None => (&known.waits, "too many requests wait with this token"),
+            Some(_) => (&known.readers, "too many readers have this token's subscription tokens"),
+        };
+        take(places, detail).map(Some)
+    }
+
+    /// A place among the streams of its token.
+    pub(super) fn stream(&self) -> Answer<Option<OwnedSemaphorePermit>> {
+        let Some(known) = self.known else { return Ok(None) };
+        take(&known.readers, "too many streams are open with this token").map(Some)
+    }
+
+    fn refused(&self, scope: Scope) -> Refusal {
+        metrics::counter!("carrick_hub_forbidden_total").increment(1);
+        let who = match (&self.grant, self.token()) {
+            (Some(_), _) => "this subscription token".to_owned(),
+            (None, Some(token)) => format!("token {:?}", token.name),
+            (None, None) => "who asks".to_owned(),
+        };
+        let detail = format!("{who} may not {scope:?} here").to_lowercase();
+        Refusal::new(StatusCode::FORBIDDEN, detail)
     }
 }
 
-fn refused(token: &Token, scope: Scope) -> Refusal {
-    metrics::counter!("carrick_hub_forbidden_total").increment(1);
-    let detail = format!("token {:?} may not {scope:?} here", token.name).to_lowercase();
-    Refusal::new(StatusCode::FORBIDDEN, detail)
+fn take(places: &Arc<Semaphore>, detail: &str) -> Answer<OwnedSemaphorePermit> {
+    Arc::clone(places).try_acquire_owned().map_err(|_| Refusal::busy(detail, 5))
 }
 
 fn foreign() -> Refusal {
@@ -190,8 +276,10 @@ mod tests {
         let topics = vec!["orders".to_owned(), "billing.*".to_owned()];
         let (name, tenant) = ("shop".to_owned(), "acme".to_owned());
         let token = Token { name, digest, tenant, scopes: vec![Scope::Publish], topics };
-        let waits = Arc::new(Semaphore::new(1));
-        Guard { tokens: vec![Known { token, waits }], local: false, origins: Vec::new() }
+        let places = Arc::new(Semaphore::new(1));
+        let known = Known { token, waits: Arc::clone(&places), readers: places };
+        let (origins, seal) = (Vec::new(), Seal::new([7; 32]));
+        Guard { tokens: vec![known], local: false, origins, seal }
     }
 
     fn ask(guard: &Guard, header: &str, topic: &str, scope: Scope) -> Result<String, u16> {
@@ -220,6 +308,7 @@ mod tests {
             tokens: Vec::new(),
             local: true,
             origins: vec!["https://listed.example".to_owned()],
+            seal: Seal::new([7; 32]),
         };
         let check = |host: &str, origin: Option<&str>| {
             let mut headers = HeaderMap::new();

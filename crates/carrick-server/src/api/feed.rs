@@ -7,7 +7,7 @@ use axum::{
     extract::{Request, State},
     http::{
         HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode,
-        header::{ACCEPT, CACHE_CONTROL, CONNECTION, DATE, UPGRADE},
+        header::{ACCEPT, CACHE_CONTROL, CONNECTION},
         request::Parts,
     },
     response::IntoResponse,
@@ -30,9 +30,11 @@ use tokio::time::Instant;
 use super::{
     Api, Named,
     answer::{Answer, Refusal, json},
+    auth::Caller,
     cors,
     fields::{Fields, repeated},
     topics::MAX_WAIT,
+    websocket,
 };
 use crate::config::Scope;
 
@@ -57,17 +59,16 @@ pub(super) async fn read(
 ) -> Answer {
     // Without the body, which nobody may share.
     let (request, _) = request.into_parts();
-    let topics = api.topics(topic, &request)?;
-    let headers = &request.headers;
-    if headers.contains_key(UPGRADE) {
-        let detail = "WebSocket is not offered here; read by long poll or Server-Sent Events";
-        return Err(Refusal::new(StatusCode::NOT_IMPLEMENTED, detail));
-    }
-    let query = request.uri.query();
+    let (headers, query) = (&request.headers, request.uri.query());
+    let caller = api.0.guard.reader(headers, query)?;
+    let topics = named(&caller, &topic, query)?;
     let filter = Filter { types: patterns(query, "type")?, subjects: patterns(query, "subject")? };
+    if websocket::is_asked(headers) {
+        return api.websocket(&caller, &topic, topics, filter, request).await;
+    }
     match door(headers)? {
-        Door::Stream => Ok(api.stream(topics, filter, request).await),
-        Door::Poll => api.poll(topics, filter, &request).await,
+        Door::Stream => Ok(api.stream(&caller, topics, filter, request).await),
+        Door::Poll => api.poll(&caller, topics, filter, &request).await,
     }
 }
 
@@ -105,23 +106,27 @@ fn patterns(query: Option<&str>, name: &str) -> Answer<Vec<String>> {
     }
 }
 
-impl Api {
-    /// The topics that a request names, in an order that does not depend on how it names them.
-    fn topics(&self, first: String, request: &Parts) -> Answer<Vec<Topic>> {
-        let caller = self.0.guard.caller(&request.headers)?;
-        let mut names = repeated(request.uri.query(), "topic");
-        names.push(first);
-        names.sort_unstable();
-        names.dedup();
-        if names.len() > MAX_TOPICS {
-            let range = format!("at most {MAX_TOPICS} topics");
-            return Err(Problem::invalid("topic", &range, names.len()).into());
-        }
-        names.iter().map(|name| caller.topic(name, Scope::Consume)).collect()
+/// The topics that a request names, in an order that does not depend on how it names them.
+fn named(caller: &Caller<'_>, first: &str, query: Option<&str>) -> Answer<Vec<Topic>> {
+    let mut names = repeated(query, "topic");
+    names.push(first.to_owned());
+    names.sort_unstable();
+    names.dedup();
+    if names.len() > MAX_TOPICS {
+        let range = format!("at most {MAX_TOPICS} topics");
+        return Err(Problem::invalid("topic", &range, names.len()).into());
     }
+    names.iter().map(|name| caller.topic(name, Scope::Consume)).collect()
+}
 
-    async fn poll(&self, topics: Vec<Topic>, filter: Filter, request: &Parts) -> Answer {
-        let headers = &request.headers;
+impl Api {
+    async fn poll(
+        &self,
+        caller: &Caller<'_>,
+        topics: Vec<Topic>,
+        filter: Filter,
+        request: &Parts,
+    ) -> Answer {
         let query = Fields::from_query(request.uri.query());
         let limit = query.count("limit", 100, 1..=MAX_BATCH)?;
         let wait = query.duration("wait", Duration::ZERO, Duration::ZERO..=MAX_WAIT)?;
@@ -131,10 +136,10 @@ impl Api {
             Problem::invalid("after", range, after)
         })?;
         let until = Instant::now() + wait;
+        let until = caller.ends_at().map_or(until, |end| until.min(end));
         let mut subscription = self.0.feed.subscribe(&topics, start, filter).await?;
         let limit = Limit { events: limit, bytes: ANSWER_BYTES };
-        let place =
-            || Answer::Ok(self.0.feed.place("long_poll")?.with(self.0.guard.place(headers)?));
+        let place = || Answer::Ok(self.0.feed.place("long_poll")?.with(caller.place()?));
         let polled = long_poll::poll(&mut subscription, limit, until, place).await;
         let polled = polled.map_err(|error| match error {
             PollError::Refused(refusal) => refusal,
@@ -167,7 +172,13 @@ impl Api {
 
     /// A stream of Server-Sent Events. From here on the answer is a 200: a browser takes any other
     /// for the end.
-    async fn stream(&self, topics: Vec<Topic>, filter: Filter, request: Parts) -> Response<Body> {
+    async fn stream(
+        &self,
+        caller: &Caller<'_>,
+        topics: Vec<Topic>,
+        filter: Filter,
+        request: Parts,
+    ) -> Response<Body> {
         let mut head = sse::response_head();
         cors::mark(&mut head, self.listed(&request.headers));
         let query = request.uri.query();
@@ -177,7 +188,7 @@ impl Api {
         }
         let start = self.last_event(&topics, &request);
         let opened = async {
-            let own = self.0.guard.place(&request.headers)?;
+            let own = caller.stream()?;
             let place = self.0.feed.admit("sse")?;
             let subscription = self.0.feed.subscribe(&topics, start, filter).await?;
             Answer::Ok((place.with(own), subscription))
@@ -191,12 +202,13 @@ impl Api {
                 return answer(head, Body::from(sse::busy(retry, "not now: come back later")));
             }
         };
-        let options = sse::Options { unnamed, expires: None };
+        let options = sse::Options { unnamed, expires: caller.ends_at() };
         let Some(hand_off) = request.extensions.get::<HandOff>().cloned() else {
             return answer(head, Body::new(sse::body(subscription, place, options)));
         };
         drop(request);
-        let head = raw_head(&mut head);
+        head.insert(CONNECTION, HeaderValue::from_static("close"));
+        let head = raw_head(StatusCode::OK, &head);
         let never: Infallible = hand_off
             .take_over(Box::new(move |socket, _| {
                 Box::pin(async move {
@@ -209,7 +221,7 @@ impl Api {
 
     /// Where a stream starts. What cannot be read is answered with a reset and not with an error,
     /// which would stop a browser for good.
-    fn last_event(&self, topics: &[Topic], request: &Parts) -> Start {
+    pub(super) fn last_event(&self, topics: &[Topic], request: &Parts) -> Start {
         let header = request.headers.get(LAST_EVENT_ID);
         let query = Fields::from_query(request.uri.query());
         let given = match header.filter(|value| !value.is_empty()) {
@@ -230,15 +242,11 @@ fn answer(head: HeaderMap, body: Body) -> Response<Body> {
     response
 }
 
-/// The head of an answer that lasts until its connection ends.
-fn raw_head(headers: &mut HeaderMap) -> Bytes {
-    headers.insert(CONNECTION, HeaderValue::from_static("close"));
-    let now = SystemClock.wall().strftime("%a, %d %b %Y %H:%M:%S GMT");
-    if let Ok(date) = HeaderValue::try_from(now.to_string()) {
-        headers.insert(DATE, date);
-    }
-    let mut head = b"HTTP/1.1 200 OK\r\n".to_vec();
-    for (name, value) in headers.iter() {
+/// The head of an answer that a handler writes itself.
+pub(super) fn raw_head(status: StatusCode, headers: &HeaderMap) -> Bytes {
+    let date = SystemClock.wall().strftime("%a, %d %b %Y %H:%M:%S GMT");
+    let mut head = format!("HTTP/1.1 {status}\r\ndate: {date}\r\n").into_bytes();
+    for (name, value) in headers {
         head.extend_from_slice(name.as_str().as_bytes());
         head.extend_from_slice(b": ");
         head.extend_from_slice(value.as_bytes());

@@ -9,9 +9,11 @@ mod cors;
 mod dead;
 mod feed;
 mod fields;
+mod grant;
 mod groups;
 mod openapi;
 mod topics;
+mod websocket;
 
 use std::sync::Arc;
 
@@ -26,7 +28,7 @@ use axum::{
 };
 use bytes::Bytes;
 use carrick_core::problem::Problem;
-use carrick_edge::feed::Feed;
+use carrick_edge::{feed::Feed, websocket::Sessions};
 use carrick_ops::{drain::Drain, health::Health, telemetry::Metrics};
 use http_body_util::BodyExt;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit};
@@ -49,6 +51,7 @@ pub struct Api(Arc<Inner>);
 struct Inner {
     hub: Hub,
     feed: Feed,
+    sessions: Arc<Sessions>,
     guard: Guard,
     limits: LimitOptions,
     max_attempts: u32,
@@ -57,13 +60,17 @@ struct Inner {
     drain: Drain,
 }
 
+/// Clients whose acknowledgements are remembered: some 5 MiB.
+const SESSIONS: usize = 100_000;
+
 impl Api {
     /// The interface of a hub.
     pub fn new(hub: Hub, config: &HubConfig, drain: Drain) -> Self {
         Self(Arc::new(Inner {
             feed: Feed::new(hub.store().clone(), hub.seal.clone(), config.feed.clone()),
+            guard: Guard::new(config, config.listen.ip().is_loopback(), hub.seal.clone()),
+            sessions: Arc::new(Sessions::new(SESSIONS)),
             hub,
-            guard: Guard::new(config, config.listen.ip().is_loopback()),
             limits: config.limits.clone(),
             max_attempts: config.delivery.max_attempts,
             waits: Semaphore::new(config.limits.waits),
@@ -97,6 +104,7 @@ impl Api {
             .route(&of_group("/dead/skip"), post(dead::skip))
             .route(&of_group("/dead/purge"), post(dead::purge))
             .route(&of_group("/blocked"), get(dead::blocked))
+            .route("/v1/subscriptions/token", post(grant::mint))
             .route("/v1/leases/ack", post(groups::ack))
             .route("/v1/leases/nack", post(groups::nack))
             .route("/v1/leases/extend", post(groups::extend))
@@ -157,7 +165,7 @@ impl Api {
         &self,
         headers: &HeaderMap,
     ) -> Answer<(Option<OwnedSemaphorePermit>, SemaphorePermit<'_>)> {
-        let own = self.0.guard.place(headers)?;
+        let own = self.0.guard.caller(headers)?.place()?;
         let place = self.0.waits.try_acquire();
         Ok((own, place.map_err(|_| Refusal::busy("too many requests wait", 5))?))
     }

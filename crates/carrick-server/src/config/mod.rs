@@ -92,6 +92,8 @@ pub struct LimitOptions {
     pub waits: usize,
     /// Requests that wait and readers, with one token, 1..=1 000 000. Default 1000.
     pub waits_per_token: usize,
+    /// Streams that may be open with one token, and readers with subscription tokens of it.
+    pub readers_per_token: usize,
     /// Bytes of a body, 1 KiB to 64 MiB. Default 4 MiB.
     #[serde(with = "size")]
     pub body: usize,
@@ -187,6 +189,7 @@ impl Default for LimitOptions {
             connections: 10_000,
             waits: 5000,
             waits_per_token: 1000,
+            readers_per_token: 15_000,
             body: 4 * 1024 * 1024,
             receive: Duration::from_secs(10),
             idle: Duration::from_secs(75),
@@ -318,6 +321,7 @@ impl TryFrom<HubOptions> for HubConfig {
             connections,
             waits,
             waits_per_token,
+            readers_per_token,
             body,
             receive,
             idle,
@@ -330,6 +334,8 @@ impl TryFrom<HubOptions> for HubConfig {
         faults.unless_value(many.contains(&waits), "limits.waits", range, waits);
         let share = many.contains(&waits_per_token);
         faults.unless_value(share, "limits.waits-per-token", range, waits_per_token);
+        let share = many.contains(&readers_per_token);
+        faults.unless_value(share, "limits.readers-per-token", range, readers_per_token);
         let bytes = (1024..=64 << 20).contains(&body);
         let shown = size::format(body as u64);
         faults.unless_value(bytes, "limits.body", "1KiB to 64MiB", shown);
@@ -389,6 +395,9 @@ fn tokens(options: Vec<TokenOptions>, faults: &mut Faults) -> Vec<Token> {
         options.into_iter().enumerate()
     {
         let key = |field: &str| format!("token.{index}.{field}");
+        // What subscription tokens name the one that made them by.
+        let known = tokens.iter().any(|token: &Token| token.name == name);
+        faults.unless_value(!known, &key("name"), "of no other token", &name);
         let digest = hexadecimal(&sha256);
         faults.unless(digest.is_some(), &key("sha256"), "64 hexadecimal digits");
         let named = carrick_core::name::Topic::in_tenant(&tenant, "x").is_ok();

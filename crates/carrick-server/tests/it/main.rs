@@ -7,3 +7,4 @@ mod groups;
 mod kit;
 mod life;
 mod topics;
+mod websocket;

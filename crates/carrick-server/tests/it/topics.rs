@@ -165,9 +165,6 @@ async fn a_parameter_out_of_its_range_is_named_with_range_and_value() {
 async fn doors_that_are_not_there_say_so() {
     let hub = Running::start(|_| {}).await;
     hub.ask("GET", T, "accept: text/csv\r\n", "").await.problem(406);
-    let upgrade = "GET /v1/topics/t/events HTTP/1.1\r\nhost: localhost\r\n\
-                   connection: upgrade, close\r\nupgrade: websocket\r\n\r\n";
-    Answer::read(&hub.exchange(upgrade.as_bytes()).await).problem(501);
     let wrong = hub.ask("DELETE", T, "", "").await;
     wrong.problem(405);
     assert_eq!(wrong.header("allow"), Some("GET,HEAD,POST"));
